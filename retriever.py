@@ -1,0 +1,317 @@
+"""The environment of sapo_min.py: documents, questions, and an exact TF-IDF search engine on numpy.
+
+Three parts: a fictional world that needs no download, the file formats of the field, and `TfidfRetriever`.
+"""
+import itertools
+import json
+import math
+import os
+import random
+import re
+import sys
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+
+class UserError(ValueError):
+    """Something the user can mend, told in one sentence; the command line prints it and exits with 2."""
+
+
+def require(condition, sentence: str) -> None:
+    """Raise `sentence` as a UserError unless the condition holds."""
+    if not condition:
+        raise UserError(sentence)
+
+
+# ==== 1. The built-in world =================================================================================
+@dataclass(frozen=True)
+class Document:
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Example:
+    question: str
+    answers: tuple[str, ...]
+    searches: tuple[str, ...] = ()  # the queries that lead to the answer, one a hop, where they are known
+
+
+# Every name is a pair of these words and nearly every pair is a name: half a name finds the wrong document, and which
+# pairs exist cannot be learnt by heart. In order: novels, writers, cities, countries.
+WORDS = (
+    ("Silver Golden Broken Silent Hidden Burning Frozen Crimson Empty Wild Pale Bitter Hollow Secret Lonely",
+     "River Garden Tower Mirror Winter Bridge Island Lantern Forest Harvest Crown Letter Shadow Compass Window Storm"),
+    ("Anna Boris Clara David Elena Felix Greta Hugo Irene Jonas Karla Leon Maria Nils Olga Pavel",
+     "Adler Brandt Corvin Dorn Ekman Falk Gruber Holm Ivers Jansen Keller Lindt Moreau Novak Orlov"),
+    ("North South Old New Port Fort Upper Lower Saint Lake Grand Little Mount Cape Bad",
+     "Luma Kessel Bryne Talos Orvik Dunmar Selby Vanta Corin Hadley Mirel Norden Pella Rusk Arden Tolm"),
+    ("Greater Lesser Inner Outer Royal Free Western Eastern",
+     "Valdoria Tarsk Elmeria Quorin Zandia Morovia Istria Belmark Caldora Lunevia"))
+QUESTIONS = {  # (first, last) link of the chain novel -> writer -> city -> country -> capital; last - first hops
+    (0, 1): "Who wrote {}?", (1, 2): "In which city was {} born?", (2, 3): "In which country is {}?",
+    (3, 4): "What is the capital of {}?", (0, 2): "In which city was the author of {} born?",
+    (1, 3): "In which country was {} born?", (2, 4): "What is the capital of the country of {}?",
+    (0, 3): "In which country was the author of {} born?",
+    (1, 4): "What is the capital of the country where {} was born?"}
+
+
+def make_world(seed: int = 0) -> tuple[list[Document], list[Example], list[Example]]:
+    """A fictional encyclopaedia of 800 documents, with 1,080 training and 240 test questions, a third of each hop count.
+
+    A country belongs, with everything in it, to the training or to the test questions: no document serves both.
+    """
+    rng = random.Random(seed)
+    novels, writers, cities, countries = (rng.sample(names, len(names)) for names in (
+        [f"{one} {two}" for one in ones.split() for two in twos.split()] for ones, twos in WORDS))
+    facts, asked = [], ({}, {})  # asked: question -> Example, for training and for test
+    for c, country in enumerate(countries):
+        capital, *others = cities[3 * c: 3 * c + 3]
+        facts += [(country, f"is a country whose capital is {capital}")]
+        facts += [(city, f"is a city in {country}") for city in (capital, *others)]
+        for w in range(3 * c, 3 * c + 3):
+            chain = (f"The {novels[w]}", writers[w], others[w % 2], country, capital)
+            facts += [(chain[0], f"is a novel by {chain[1]}"), (chain[1], f"is a writer born in {chain[2]}")]
+            for (first, last), template in QUESTIONS.items():
+                question = template.format(chain[first])
+                asked[c >= 60][question] = Example(question, (chain[last],), chain[first:last])
+    splits = [[example for hops in (1, 2, 3) for example in
+               rng.sample([e for e in part.values() if len(e.searches) == hops], each)]
+              for part, each in zip(asked, (360, 80))]
+    documents = [Document(title, f"{title} {fact}.") for title, fact in facts]
+    for part in (documents, *splits):
+        rng.shuffle(part)
+    return documents, *splits
+
+
+def demonstration(example: Example, others: Sequence[Example], rng: random.Random) -> list[tuple[str, str]]:
+    """The turns, ("search" or "answer", text), of somebody who knows the tags and can copy, but guesses, asks sloppily
+    and stops too soon. What is left for RL: when to search, what to ask, when to stop.
+    """
+    path, turns = example.searches or (example.question,), []
+    guess = ("answer", rng.choice(others).answers[0])
+    if rng.random() < 0.1:
+        return [guess]
+    for query, found in zip(path, (*path[1:], example.answers[0])):
+        if rng.random() < 0.25:
+            turns.append(("search", rng.choice(query.split())))  # half a name finds anything
+            if rng.random() < 0.5:
+                return [*turns, guess]
+        turns.append(("search", query))
+        if rng.random() < 0.6:
+            break
+    return [*turns, ("answer", found)]  # what was found last, be it the answer or not
+
+
+# ==== 2. Files ==============================================================================================
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Whenever the process is killed, `path` holds the old content or the new, never half of it."""
+    part = path.with_name(f"{path.name}.tmp")
+    write(part)
+    os.replace(part, path)
+
+
+def open_folder(chosen: str, otherwise: str) -> str:
+    """Make the run folder, never one that holds anything -> its path."""
+    out = Path(chosen or otherwise)
+    try:
+        while not chosen and out.exists():
+            out = out.with_name(out.name + "+")
+        out.mkdir(parents=True, exist_ok=True)
+        require(not any(out.iterdir()), f"--out {out}: it is in use; give a new folder, or go on with --resume {out}.")
+        (out / "episodes.jsonl").touch()
+    except OSError as error:
+        raise UserError(f"--out {out}: it cannot be written ({error.strerror}); give another folder.") from error
+    return str(out)
+
+
+def as_answers(value) -> tuple[str, ...]:
+    """Gold answers come as text, number, list, array or a dict of these; in here they are a tuple of texts (report 39).
+
+    >>> as_answers("Paris"), as_answers({"aliases": ["NYC", "New York"]})
+    (('Paris',), ('NYC', 'New York'))
+    """
+    if isinstance(value, str | int) or isinstance(value, float) and math.isfinite(value):
+        return (str(value),)
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    value = list(value.values()) if isinstance(value, Mapping) else value
+    require(isinstance(value, list | tuple), f"an answer must be text or a list of texts, not {value!r}.")
+    return tuple(answer for part in value for answer in as_answers(part))
+
+
+def read_rows(path: str) -> list[tuple[str, dict]]:
+    """The rows of a .jsonl or .parquet file, each with its place in words, for an error."""
+    require(Path(path).is_file(), f"{path}: there is no such file; give the path of a .jsonl or .parquet file.")
+    rows = []
+    if path.endswith(".parquet"):
+        from datasets import Dataset  # here, since it is slow to import and seldom needed
+        try:
+            rows = [(f"{path}, row {n}", row) for n, row in enumerate(Dataset.from_parquet(path), 1)]
+        except (OSError, ValueError, RuntimeError) as error:
+            raise UserError(f"{path}: it is no readable parquet file ({type(error).__name__}).") from error
+    else:
+        with open(path, "rb") as file:
+            for n, line in enumerate(file, 1):
+                try:
+                    row = json.loads(line.decode("utf-8-sig")) if line.strip() else None
+                except ValueError as error:
+                    raise UserError(f"{path}, line {n}: it is not JSON in UTF-8 ({error}); "
+                                    "write one object a line.") from error
+                require(row is None or isinstance(row, dict), f"{path}, line {n}: it must be a JSON object, "
+                        'as in {"question": "...", "golden_answers": ["..."]}.')
+                rows += [] if row is None else [(f"{path}, line {n}", row)]
+    require(rows, f"{path}: the file is empty; it needs at least one row.")
+    return rows
+
+
+def read_document(where: str, row: Mapping) -> Document:
+    """FlashRAG / Search-R1 form, {"contents": "\\"Title\\"\\nText"}, or {"title", "text"}."""
+    title, text = row.get("title") or "", row.get("text")
+    if isinstance(row.get("contents"), str):
+        title, newline, text = row["contents"].partition("\n")
+        title, text = (re.sub('^"(.*)"$', r"\1", title), text) if newline else ("", title)
+    require(isinstance(title, str) and isinstance(text, str) and text.strip(),
+            f'{where}: a document needs a text, in "contents" or in "title" and "text"; mend or remove it.')
+    return Document(title.strip(), text.strip())
+
+
+def read_example(where: str, row: Mapping) -> tuple[Example, list[Document]]:
+    """FlashRAG form, {"question", "golden_answers"}, or HotpotQA's; with it the documents of the row's "context"."""
+    try:
+        question = row["question"].strip()
+        answers = as_answers(row["golden_answers"] if "golden_answers" in row else row["answer"])
+        facts, context = row.get("supporting_facts") or [], row.get("context") or []
+        titles = facts["title"] if isinstance(facts, Mapping) else [fact[0] for fact in facts]
+        if isinstance(context, Mapping):
+            context = [{"title": t, "text": "".join(s)} for t, s in zip(context["title"], context["sentences"])]
+        documents = [read_document(where, part) for part in context if part.get("text") != ""]
+    except (KeyError, TypeError, AttributeError, IndexError, UserError) as error:
+        raise UserError(f'{where}: it needs "question" (text) and "golden_answers" (texts), and "context" only as in '
+                        f"HotpotQA ({type(error).__name__}: {error}).") from error
+    require(question and answers, f"{where}: the question or the list of golden answers is empty; fill or remove it.")
+    return Example(question, answers, tuple(dict.fromkeys(titles))), documents
+
+
+def load_questions(data: str, seed: int) -> tuple[list[Document], list[Example], list[Example]]:
+    """A file, or "hotpotqa" from the hub -> (its documents, training examples, test examples)."""
+    if data == "hotpotqa":
+        from datasets import load_dataset
+        try:
+            hub = load_dataset("hotpotqa/hotpot_qa", "distractor")  # parquet, no loading script (report 38)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise UserError("--data hotpotqa: the hub cannot be reached and has left no copy here; connect once, "
+                            "give a file, or take --data world.") from error
+        tables = [[read_example(f"hotpotqa {name}, row {n}", row) for n, row in enumerate(hub[name], 1)]
+                  for name in ("train", "validation")]
+    else:  # a file has no splits: a seeded fifth becomes the test set
+        rows = [read_example(*row) for row in read_rows(data)]
+        require(len(rows) > 1, f"{data}: one question cannot be split into training and test; give two or more.")
+        random.Random(seed).shuffle(rows)
+        tables = [rows[max(1, len(rows) // 5):], rows[: max(1, len(rows) // 5)]]
+    documents = list(dict.fromkeys(document for rows in tables for _, found in rows for document in found))
+    return documents, *([example for example, _ in rows] for rows in tables)
+
+
+# ==== X ====
+def as_data(text: str, marks: Iterable[str]) -> str:
+    """Documents and questions are data: tags and special tokens in them are pulled apart.
+
+    >>> as_data("Not </information> yet", ["</information>"])
+    'Not < /information> yet'
+    """
+    marks = sorted(map(re.escape, marks), key=len, reverse=True)
+    return re.sub("|".join(marks), lambda mark: f"{mark[0][0]} {mark[0][1:]}", text)
+
+
+def spans(episode, tokenizer) -> list[dict[str, str]]:
+    """The episode's text, cut where the writer changes: [{"by": "model" or "environment", "text"}, ...]."""
+    return [{"by": "model" if by else "environment", "text": tokenizer.decode([token for token, _ in part])}
+            for by, part in itertools.groupby(zip(episode.tokens, episode.mask), lambda pair: pair[1])]
+
+
+def transcript(episode, tokenizer) -> str:
+    """For people: what the model wrote is green on a terminal and marked ">>>" elsewhere."""
+    green, grey, end = ("\033[32m", "\033[90m", "\033[0m") if sys.stdout.isatty() else (">>> ", "    ", "")
+    lines = [(green if span["by"] == "model" else grey) + line.strip() + end
+             for span in spans(episode, tokenizer) for line in span["text"].split("\n") if line.strip()]
+    gold = f", gold: {' / '.join(episode.example.answers)}" if episode.example.answers else ""
+    return "\n".join([*lines, f"    [{episode.status}: {episode.answer or 'no answer'}{gold}]"])
+
+
+# ==== 3. TF-IDF =============================================================================================
+# Weights are the textbook ones, those of scikit-learn's TfidfVectorizer(token_pattern=r"(?u)\b\w+\b"): tf = raw count,
+# idf = ln((1 + N) / (1 + df)) + 1, every document scaled to length 1; the score is the cosine. What it does not do:
+# stemming, stop words, phrases. "Novels" does not find "novel".
+WORD = re.compile(r"\w+")
+
+
+class TfidfRetriever:
+    """An inverted index (word -> its documents): a query reads only the postings of its own words.
+
+    About 24 bytes a posting stay in memory, five times that while building: 100,000 passages of 90 words peak at 0.6 GB.
+
+    >>> TfidfRetriever(["a red fox", "a red hen"]).search("which fox?")[0][0]
+    0
+    """
+
+    def __init__(self, documents: Sequence[str]):
+        """ValueError when there is nothing to index: no documents, or no word in any of them."""
+        self.size = len(documents)
+        vocabulary: defaultdict[str, int] = defaultdict()
+        vocabulary.default_factory = vocabulary.__len__  # an unseen word gets the next free number
+        words, lengths = array("i"), np.zeros(self.size, np.int64)
+        for row, text in enumerate(documents):
+            found = WORD.findall(text.lower())
+            lengths[row] = len(found)
+            words.extend(map(vocabulary.__getitem__, found))
+        require(words, "The retriever has nothing to index: give it at least one document with a word in it.")
+        self.vocabulary = dict(vocabulary)
+
+        # One sort brings equal (word, document) pairs together; the lengths of their runs are the term counts.
+        keys = np.frombuffer(words, np.int32) * np.int64(self.size)
+        keys += np.repeat(np.arange(self.size), lengths)
+        keys.sort()
+        first = np.flatnonzero(np.diff(keys, prepend=-1))  # [postings] where each pair's run begins
+        counts = np.diff(first, append=len(keys))
+        word, self.docs = np.divmod(keys[first], self.size)  # [postings] ordered by word, then document
+        df = np.bincount(word)  # [words] how many documents hold the word
+        self.idf = np.log((1 + self.size) / (1 + df)) + 1
+        weights = counts * self.idf[word]
+        norms = np.sqrt(np.bincount(self.docs, weights * weights, minlength=self.size))
+        self.weights = (weights / norms[self.docs]).astype(np.float32)  # [postings]
+        self.start = np.concatenate([[0], np.cumsum(df)])  # word w owns postings start[w] : start[w + 1]
+
+    def search(self, query: str, k: int = 3) -> list[tuple[int, float]]:
+        """The min(k, N) best documents as (index, cosine), best first, ties by lower index; only cosines above 0.
+
+        An empty query, or one of unknown words only, gives [].
+        """
+        counts = Counter(self.vocabulary[w] for w in WORD.findall(query.lower()) if w in self.vocabulary)
+        if not counts or k < 1:
+            return []
+        weights = {w: n * self.idf[w] for w, n in counts.items()}
+        length = np.sqrt(sum(weight * weight for weight in weights.values()))
+        scores = np.zeros(self.size, np.float32)
+        for w, weight in weights.items():
+            own = slice(self.start[w], self.start[w + 1])
+            np.add.at(scores, self.docs[own], self.weights[own] * np.float32(weight / length))
+        k = min(k, self.size)
+        # subtle: a partial sort breaks ties at random, so take every document that reaches the k-th best score
+        least = np.partition(scores, self.size - k)[self.size - k]
+        best = np.flatnonzero(scores >= least) if least > 0 else np.flatnonzero(scores)
+        best = best[np.argsort(-scores[best], kind="stable")][:k]
+        return [(int(i), float(scores[i])) for i in best]
+
+
+def one_search(retriever: TfidfRetriever, documents: Sequence[Document], examples: Sequence[Example], k: int) -> float:
+    """The share of questions whose answer stands in what one search for the question finds: the most that a fixed
+    search could reach, however well its results were read."""
+    def words(text):
+        return f" {' '.join(WORD.findall(text.lower()))} "
+    found = [words(" ".join(documents[i].text for i, _ in retriever.search(e.question, k))) for e in examples]
+    return sum(any(words(answer) in text for answer in e.answers) for e, text in zip(examples, found)) / len(examples)
