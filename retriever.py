@@ -9,11 +9,13 @@ import os
 import random
 import re
 import sys
+import time
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
@@ -42,18 +44,18 @@ class Example:
     searches: tuple[str, ...] = ()  # the queries that lead to the answer, one a hop, where they are known
 
 
-# Every name is a pair of these words and nearly every pair is a name: half a name finds the wrong document, and which
-# pairs exist cannot be learnt by heart. In order: novels, writers, cities, countries.
+# Every name is a pair of these words and every pair is a name: half a name finds the wrong document, and no
+# pair stands out to be learnt by heart. In order: novels, writers, cities, countries.
 WORDS = (
     ("Silver Golden Broken Silent Hidden Burning Frozen Crimson Empty Wild Pale Bitter Hollow Secret Lonely",
-     "River Garden Tower Mirror Winter Bridge Island Lantern Forest Harvest Crown Letter Shadow Compass Window Storm"),
+     "River Garden Tower Mirror Winter Bridge Island Lamp Forest Harvest Crown Letter Shadow Rose Gate Storm"),
     ("Anna Boris Clara David Elena Felix Greta Hugo Irene Jonas Karla Leon Maria Nils Olga Pavel",
      "Adler Brandt Corvin Dorn Ekman Falk Gruber Holm Ivers Jansen Keller Lindt Moreau Novak Orlov"),
     ("North South Old New Port Fort Upper Lower Saint Lake Grand Little Mount Cape Bad",
      "Luma Kessel Bryne Talos Orvik Dunmar Selby Vanta Corin Hadley Mirel Norden Pella Rusk Arden Tolm"),
     ("Greater Lesser Inner Outer Royal Free Western Eastern",
      "Valdoria Tarsk Elmeria Quorin Zandia Morovia Istria Belmark Caldora Lunevia"))
-QUESTIONS = {  # (first, last) link of the chain novel -> writer -> city -> country -> capital; last - first hops
+QUESTIONS = {  # (first, last) link in the chain novel > writer > city > country > capital; last - first hops
     (0, 1): "Who wrote {}?", (1, 2): "In which city was {} born?", (2, 3): "In which country is {}?",
     (3, 4): "What is the capital of {}?", (0, 2): "In which city was the author of {} born?",
     (1, 3): "In which country was {} born?", (2, 4): "What is the capital of the country of {}?",
@@ -62,9 +64,9 @@ QUESTIONS = {  # (first, last) link of the chain novel -> writer -> city -> coun
 
 
 def make_world(seed: int = 0) -> tuple[list[Document], list[Example], list[Example]]:
-    """A fictional encyclopaedia of 800 documents, with 1,080 training and 240 test questions, a third of each hop count.
+    """A fictional encyclopaedia: 800 documents, 1,080 training and 240 test questions, a third a hop count.
 
-    A country belongs, with everything in it, to the training or to the test questions: no document serves both.
+    A country belongs, with all in it, to the training or to the test questions: no document serves both.
     """
     rng = random.Random(seed)
     novels, writers, cities, countries = (rng.sample(names, len(names)) for names in (
@@ -90,7 +92,7 @@ def make_world(seed: int = 0) -> tuple[list[Document], list[Example], list[Examp
 
 
 def demonstration(example: Example, others: Sequence[Example], rng: random.Random) -> list[tuple[str, str]]:
-    """The turns, ("search" or "answer", text), of somebody who knows the tags and can copy, but guesses, asks sloppily
+    """The turns, ("search" or "answer", text), of one who knows tags and can copy, but guesses, asks sloppily
     and stops too soon. What is left for RL: when to search, what to ask, when to stop.
     """
     path, turns = example.searches or (example.question,), []
@@ -116,22 +118,22 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     os.replace(part, path)
 
 
-def open_folder(chosen: str, otherwise: str) -> str:
+def open_folder(chosen: str, kind: str) -> str:
     """Make the run folder, never one that holds anything -> its path."""
-    out = Path(chosen or otherwise)
+    out = Path(chosen or time.strftime(f"runs/%Y%m%d-%H%M%S-{kind}"))
     try:
         while not chosen and out.exists():
             out = out.with_name(out.name + "+")
         out.mkdir(parents=True, exist_ok=True)
-        require(not any(out.iterdir()), f"--out {out}: it is in use; give a new folder, or go on with --resume {out}.")
+        require(not any(out.iterdir()), f"--out {out}: it is in use; give a new folder, or --resume it.")
         (out / "episodes.jsonl").touch()
     except OSError as error:
-        raise UserError(f"--out {out}: it cannot be written ({error.strerror}); give another folder.") from error
+        raise UserError(f"--out {out}: it cannot be written ({error.strerror}); give another.") from error
     return str(out)
 
 
 def as_answers(value) -> tuple[str, ...]:
-    """Gold answers come as text, number, list, array or a dict of these; in here they are a tuple of texts (report 39).
+    """Gold answers come as text, number, list, array or dict of these: here, as a tuple of texts (report 39).
 
     >>> as_answers("Paris"), as_answers({"aliases": ["NYC", "New York"]})
     (('Paris',), ('NYC', 'New York'))
@@ -144,27 +146,33 @@ def as_answers(value) -> tuple[str, ...]:
     return tuple(answer for part in value for answer in as_answers(part))
 
 
+def write_table(rows: Sequence[Mapping], path: Path) -> None:
+    """Dicts of numbers as CSV that reads back exactly; None is an empty field."""
+    lines = [rows[0].keys()] + [["" if x is None else str(x) for x in row.values()] for row in rows]
+    path.write_text("".join(",".join(line) + "\n" for line in lines))
+
+
+def read_table(path: Path) -> list[dict[str, float | None]]:
+    """What write_table wrote. ValueError if it is damaged."""
+    names, *rows = [line.split(",") for line in path.read_text().splitlines()]
+    return [{name: (int if name == "step" else float)(value) if value else None
+             for name, value in zip(names, row, strict=True)} for row in rows]
+
+
 def read_rows(path: str) -> list[tuple[str, dict]]:
-    """The rows of a .jsonl or .parquet file, each with its place in words, for an error."""
-    require(Path(path).is_file(), f"{path}: there is no such file; give the path of a .jsonl or .parquet file.")
+    """The rows of a .jsonl file, each with its place in words, for an error."""
+    require(Path(path).is_file(), f"{path}: there is no such file; give the path of a .jsonl file.")
     rows = []
-    if path.endswith(".parquet"):
-        from datasets import Dataset  # here, since it is slow to import and seldom needed
-        try:
-            rows = [(f"{path}, row {n}", row) for n, row in enumerate(Dataset.from_parquet(path), 1)]
-        except (OSError, ValueError, RuntimeError) as error:
-            raise UserError(f"{path}: it is no readable parquet file ({type(error).__name__}).") from error
-    else:
-        with open(path, "rb") as file:
-            for n, line in enumerate(file, 1):
-                try:
-                    row = json.loads(line.decode("utf-8-sig")) if line.strip() else None
-                except ValueError as error:
-                    raise UserError(f"{path}, line {n}: it is not JSON in UTF-8 ({error}); "
-                                    "write one object a line.") from error
-                require(row is None or isinstance(row, dict), f"{path}, line {n}: it must be a JSON object, "
-                        'as in {"question": "...", "golden_answers": ["..."]}.')
-                rows += [] if row is None else [(f"{path}, line {n}", row)]
+    with open(path, "rb") as file:
+        for n, line in enumerate(file, 1):
+            try:
+                row = json.loads(line.decode("utf-8-sig")) if line.strip() else None
+            except ValueError as error:
+                raise UserError(f"{path}, line {n}: it is not JSON in UTF-8 ({error}); "
+                                "write one object a line.") from error
+            require(row is None or isinstance(row, dict), f"{path}, line {n}: it must be a JSON object, "
+                    'as in {"question": "...", "golden_answers": ["..."]}.')
+            rows += [] if row is None else [(f"{path}, line {n}", row)]
     require(rows, f"{path}: the file is empty; it needs at least one row.")
     return rows
 
@@ -181,57 +189,66 @@ def read_document(where: str, row: Mapping) -> Document:
 
 
 def read_example(where: str, row: Mapping) -> tuple[Example, list[Document]]:
-    """FlashRAG form, {"question", "golden_answers"}, or HotpotQA's; with it the documents of the row's "context"."""
+    """FlashRAG form, {"question", "golden_answers"}, or HotpotQA's, with the documents of its "context"."""
     try:
         question = row["question"].strip()
         answers = as_answers(row["golden_answers"] if "golden_answers" in row else row["answer"])
         facts, context = row.get("supporting_facts") or [], row.get("context") or []
         titles = facts["title"] if isinstance(facts, Mapping) else [fact[0] for fact in facts]
         if isinstance(context, Mapping):
-            context = [{"title": t, "text": "".join(s)} for t, s in zip(context["title"], context["sentences"])]
+            parts = zip(context["title"], context["sentences"])
+            context = [{"title": title, "text": "".join(sentences)} for title, sentences in parts]
         documents = [read_document(where, part) for part in context if part.get("text") != ""]
     except (KeyError, TypeError, AttributeError, IndexError, UserError) as error:
-        raise UserError(f'{where}: it needs "question" (text) and "golden_answers" (texts), and "context" only as in '
-                        f"HotpotQA ({type(error).__name__}: {error}).") from error
-    require(question and answers, f"{where}: the question or the list of golden answers is empty; fill or remove it.")
+        raise UserError(f'{where}: it needs "question" (text) and "golden_answers" (texts), a "context" '
+                        f"as in HotpotQA or none ({type(error).__name__}: {error}).") from error
+    require(question and answers, f"{where}: the question or its answers are empty; fill or remove the row.")
     return Example(question, answers, tuple(dict.fromkeys(titles))), documents
 
 
-def load_questions(data: str, seed: int) -> tuple[list[Document], list[Example], list[Example]]:
-    """A file, or "hotpotqa" from the hub -> (its documents, training examples, test examples)."""
-    if data == "hotpotqa":
-        from datasets import load_dataset
-        try:
-            hub = load_dataset("hotpotqa/hotpot_qa", "distractor")  # parquet, no loading script (report 38)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise UserError("--data hotpotqa: the hub cannot be reached and has left no copy here; connect once, "
-                            "give a file, or take --data world.") from error
-        tables = [[read_example(f"hotpotqa {name}, row {n}", row) for n, row in enumerate(hub[name], 1)]
-                  for name in ("train", "validation")]
-    else:  # a file has no splits: a seeded fifth becomes the test set
-        rows = [read_example(*row) for row in read_rows(data)]
-        require(len(rows) > 1, f"{data}: one question cannot be split into training and test; give two or more.")
+def read_questions(tables: Sequence[Sequence[tuple[str, Mapping]]], seed: int) -> tuple[list, list, list]:
+    """One table, or one for training and one for test -> (documents, training examples, test examples)."""
+    tables = [[read_example(*row) for row in rows] for rows in tables]
+    if len(tables) == 1:  # no splits: a seeded fifth becomes the test set
+        rows, cut = tables[0], max(1, len(tables[0]) // 5)
+        require(len(rows) > 1, "--data: one question cannot be both training and test set; give two or more.")
         random.Random(seed).shuffle(rows)
-        tables = [rows[max(1, len(rows) // 5):], rows[: max(1, len(rows) // 5)]]
+        tables = [rows[cut:], rows[:cut]]
     documents = list(dict.fromkeys(document for rows in tables for _, found in rows for document in found))
     return documents, *([example for example, _ in rows] for rows in tables)
 
 
-# ==== X ====
-def as_data(text: str, marks: Iterable[str]) -> str:
-    """Documents and questions are data: tags and special tokens in them are pulled apart.
+# ==== 3. What a run shows and writes ========================================================================
+def pull_apart(text: str, marks: Iterable[str]) -> str:
+    """Put a space behind the first character of every mark in the text, so that it is none any more.
 
-    >>> as_data("Not </information> yet", ["</information>"])
+    >>> pull_apart("Not </information> yet", ["</information>"])
     'Not < /information> yet'
     """
     marks = sorted(map(re.escape, marks), key=len, reverse=True)
-    return re.sub("|".join(marks), lambda mark: f"{mark[0][0]} {mark[0][1:]}", text)
+    return re.sub("|".join(marks), lambda mark: f"{mark[0][0]} {mark[0][1:]}", text) if marks else text
+
+
+METRICS = [
+    "step", "reward", "em", "f1", "searches", "duplicate_queries", "answered", "invalid", "truncated",
+    "out_of_turns", "zero_spread", "ratio_mean", "ratio_min", "ratio_positive", "clip_frac", "gate_frac",
+    "isdd", "kl_old", "entropy", "grad_norm", "lr", "tokens_per_s", "eval_em", "eval_f1", "eval_searches"]
+STATUSES = ("answered", "invalid", "truncated", "out_of_turns")  # how an episode can end
 
 
 def spans(episode, tokenizer) -> list[dict[str, str]]:
     """The episode's text, cut where the writer changes: [{"by": "model" or "environment", "text"}, ...]."""
     return [{"by": "model" if by else "environment", "text": tokenizer.decode([token for token, _ in part])}
             for by, part in itertools.groupby(zip(episode.tokens, episode.mask), lambda pair: pair[1])]
+
+
+def append_episodes(path: Path, step: int, episodes: Sequence, tokenizer) -> None:
+    """One JSON line for each episode."""
+    with open(path, "a") as file:
+        for e in episodes:
+            record = {"step": step, "text": spans(e, tokenizer), "status": e.status, "queries": e.queries,
+                      "answer": e.answer, "gold": e.example.answers, "reward": e.reward}
+            file.write(json.dumps(record) + "\n")
 
 
 def transcript(episode, tokenizer) -> str:
@@ -243,17 +260,43 @@ def transcript(episode, tokenizer) -> str:
     return "\n".join([*lines, f"    [{episode.status}: {episode.answer or 'no answer'}{gold}]"])
 
 
-# ==== 3. TF-IDF =============================================================================================
-# Weights are the textbook ones, those of scikit-learn's TfidfVectorizer(token_pattern=r"(?u)\b\w+\b"): tf = raw count,
-# idf = ln((1 + N) / (1 + df)) + 1, every document scaled to length 1; the score is the cosine. What it does not do:
-# stemming, stop words, phrases. "Novels" does not find "novel".
+def summary(episodes: Sequence) -> dict[str, float]:
+    """Means over the episodes, the exact match for each number of hops too."""
+    asked, hops = sum(len(e.queries) for e in episodes), [len(e.example.searches) for e in episodes]
+    repeats = sum(len(e.queries) - len(set(e.queries)) for e in episodes)
+    return {"reward": fmean(e.reward for e in episodes), "em": fmean(e.em for e in episodes),
+            **{f"em, {n} hops": fmean(e.em for e, hop in zip(episodes, hops) if hop == n)
+               for n in sorted(set(hops))},
+            "f1": fmean(e.f1 for e in episodes), "searches": asked / len(episodes),
+            "duplicate_queries": repeats / max(1, asked),
+            **{status: fmean(e.status == status for e in episodes) for status in STATUSES}}
+
+
+def compare(before: Mapping, after: Mapping) -> str:
+    """Two summaries as a table."""
+    lines = [f"{'':20}{'before':>9}{'after':>9}"]
+    return "\n".join(lines + [f"{name:20}{before[name]:9.2f}{after[name]:9.2f}" for name in before])
+
+
+def complaints(row: Mapping) -> set[str]:
+    """What is plainly wrong with a training step, and what to do (reports 12 and 30)."""
+    signs = {"every episode is cut off; raise max_new_tokens or max_length.": row["truncated"] == 1,
+             "no group has different rewards, nothing is learnt; raise group_size.": row["zero_spread"] == 1,
+             "nobody searches; raise cold_start_steps.": row["searches"] == 0}
+    return {advice for advice, wrong in signs.items() if wrong}
+
+
+# ==== 4. TF-IDF =============================================================================================
+# The textbook weights, those of scikit-learn's TfidfVectorizer(token_pattern=r"(?u)\b\w+\b"): tf = raw count,
+# idf = ln((1 + N) / (1 + df)) + 1, every document scaled to length 1; the score is the cosine. What it does
+# not do: stemming, stop words, phrases. "Novels" does not find "novel".
 WORD = re.compile(r"\w+")
 
 
 class TfidfRetriever:
     """An inverted index (word -> its documents): a query reads only the postings of its own words.
 
-    About 24 bytes a posting stay in memory, five times that while building: 100,000 passages of 90 words peak at 0.6 GB.
+    It keeps 12 bytes a posting; building 100,000 passages of 90 words peaks below 1 GB.
 
     >>> TfidfRetriever(["a red fox", "a red hen"]).search("which fox?")[0][0]
     0
@@ -272,7 +315,7 @@ class TfidfRetriever:
         require(words, "The retriever has nothing to index: give it at least one document with a word in it.")
         self.vocabulary = dict(vocabulary)
 
-        # One sort brings equal (word, document) pairs together; the lengths of their runs are the term counts.
+        # One sort brings equal (word, document) pairs together; the lengths of the runs are the term counts.
         keys = np.frombuffer(words, np.int32) * np.int64(self.size)
         keys += np.repeat(np.arange(self.size), lengths)
         keys.sort()
@@ -287,7 +330,7 @@ class TfidfRetriever:
         self.start = np.concatenate([[0], np.cumsum(df)])  # word w owns postings start[w] : start[w + 1]
 
     def search(self, query: str, k: int = 3) -> list[tuple[int, float]]:
-        """The min(k, N) best documents as (index, cosine), best first, ties by lower index; only cosines above 0.
+        """The min(k, N) best documents, (index, cosine), best first, ties by lower index, cosines above 0.
 
         An empty query, or one of unknown words only, gives [].
         """
@@ -301,17 +344,17 @@ class TfidfRetriever:
             own = slice(self.start[w], self.start[w + 1])
             np.add.at(scores, self.docs[own], self.weights[own] * np.float32(weight / length))
         k = min(k, self.size)
-        # subtle: a partial sort breaks ties at random, so take every document that reaches the k-th best score
+        # subtle: a partial sort breaks ties at random, so take all documents that reach the k-th best score
         least = np.partition(scores, self.size - k)[self.size - k]
         best = np.flatnonzero(scores >= least) if least > 0 else np.flatnonzero(scores)
         best = best[np.argsort(-scores[best], kind="stable")][:k]
         return [(int(i), float(scores[i])) for i in best]
 
 
-def one_search(retriever: TfidfRetriever, documents: Sequence[Document], examples: Sequence[Example], k: int) -> float:
+def one_search(retriever, documents: Sequence[Document], examples: Sequence[Example], k: int) -> float:
     """The share of questions whose answer stands in what one search for the question finds: the most that a fixed
     search could reach, however well its results were read."""
     def words(text):
         return f" {' '.join(WORD.findall(text.lower()))} "
     found = [words(" ".join(documents[i].text for i, _ in retriever.search(e.question, k))) for e in examples]
-    return sum(any(words(answer) in text for answer in e.answers) for e, text in zip(examples, found)) / len(examples)
+    return fmean(any(words(answer) in text for answer in e.answers) for e, text in zip(examples, found))

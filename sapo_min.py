@@ -7,7 +7,7 @@ It is not "Soft Adaptive Policy Optimization" (arXiv 2511.20347), which TRL, ver
     python sapo_min.py --algo grpo            the same without the line, which is in chapter 8
     python sapo_min.py --resume RUN_FOLDER    go on with a run; with --ask "QUESTION" its agent answers
 
-"eq." and "Table" are the paper's; "report N" marks a fault that users of such trainers met, avoided there.
+"eq." and "Table" are the paper's; "report N" is a fault that users of such trainers met, avoided there.
 """
 import argparse
 import copy
@@ -20,30 +20,27 @@ import os
 import pickle
 import random
 import re
-import shlex
 import string
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache as cache_results
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
 
 import torch
 import transformers
-from tokenizers import Regex, Tokenizer, models
-from tokenizers.pre_tokenizers import Split
-from tokenizers.trainers import WordLevelTrainer
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from retriever import (Document, Example, TfidfRetriever, UserError, as_answers, as_data, at_hand, demonstration, make_world,
-                       one_search, open_folder, read_document, read_example, read_rows, replace_file, require, spans,
-                       split_questions, transcript)
+import retriever as env
+from retriever import Document, Example, TfidfRetriever, UserError, require
+
+transformers.utils.logging.disable_progress_bar()
 
 # ==== 1. Settings: a field's sentence is the help of its flag, and the limits named in it hold ==============
 @dataclass
@@ -75,9 +72,7 @@ class Config:
     lr_end: float = 0.1
     "Share of lr left at the last step, on a straight line; 1 keeps it constant (at least 0)."
     clip_eps: float = 0.2
-    "Clip width of the token ratio in GRPO and SAPO, eq. 3 (above 0)."
-    dspo_clip_eps: float = 3e-4
-    "Clip width of the sequence ratio in DSPO (above 0)."
+    "Clip width of the token ratio, eq. 3; DSPO keeps its own, 3e-4 (above 0)."
     tau: float = 1.0
     "SAPO acts on tokens whose ratio is below tau, eq. 10 (above 0)."
     gamma: float = 0.1
@@ -126,46 +121,58 @@ class Config:
     def check(self) -> None:
         """UserError for the first setting that breaks the limit in its sentence."""
         for name, sentence in SENTENCES.items():
-            value, limit = getattr(self, name), re.search(r"\((\w+ \| .*|at least .|above 0)\)", sentence)
-            word = limit[1] if limit else "anything"
-            fits = (value in word.split(" | ") if "|" in word else 0 < value < math.inf if word == "above 0" else
-                    int(word[-1]) <= value < math.inf if word.startswith("at least") else True)
-            require(fits, f"--{name} {value}: it must be {word}.")
+            value, limit = getattr(self, name), re.search(r"\((.*\|.*|at least .|above 0)\)", sentence)
+            words = limit[1].split() if limit else []
+            fits = (not words or value in words if not words or "|" in words else
+                    0 < value < math.inf if "above" in words else int(words[-1]) <= value < math.inf)
+            require(fits, f"--{name} {value}: it must be {' '.join(words)}.")
         require(self.max_length > self.max_new_tokens, "--max_length: it must be above --max_new_tokens.")
 
 SENTENCES = dict(re.findall(r'    (\w+): .*\n    "(.*)"\n', inspect.getsource(Config)))
 PRESETS = {"tiny": {}, "qwen": {
     "model": "Qwen/Qwen2.5-0.5B-Instruct", "data": "hotpotqa", "reward": "f1", "steps": 300, "minibatches": 4,
-    "micro_batch_size": 2, "lr": 1e-6, "lr_end": 1.0, "kl_coef": 1e-3, "max_turns": 3, "top_k": 3,
-    "max_new_tokens": 256, "max_obs_tokens": 512, "max_length": 3072, "cold_start_steps": 60,
-    "cold_start_batch_size": 16, "eval_every": 25, "eval_size": 200}}
+    "micro_batch_size": 2, "lr": 1e-6, "lr_end": 1.0, "kl_coef": 1e-3, "max_turns": 3, "eval_size": 200,
+    "max_new_tokens": 256, "max_obs_tokens": 512, "max_length": 3072, "top_k": 3, "cold_start_steps": 60}}
 
-# ==== 2. Data: the built-in world, the file formats and the search engine are in retriever.py ===============
+# ==== 2. Data: the built-in world, file formats and search engine are in retriever.py =======================
 def load_data(cfg: Config) -> tuple[list[Document], list[Example], list[Example]]:
     """-> (documents, training examples, test examples). UserError names the file, the row and the remedy."""
-    documents, *splits = make_world() if cfg.data == "world" else load_questions(cfg.data, cfg.seed)
+    if cfg.data == "world":
+        documents, *splits = env.make_world()
+    else:
+        if cfg.data == "hotpotqa" or cfg.data.endswith(".parquet"):
+            from datasets import load_dataset  # imported late: slow, and the built-in world needs none
+            try:
+                hub = (load_dataset("hotpotqa/hotpot_qa", "distractor") if cfg.data == "hotpotqa"
+                       else load_dataset("parquet", data_files=cfg.data))
+            except (OSError, ValueError, RuntimeError) as error:
+                raise UserError(f"--data {cfg.data}: it cannot be read or reached ({type(error).__name__}); "
+                                "check the path, connect once, or take --data world.") from error
+            tables = [[(f"{cfg.data} {name}, row {n}", row) for n, row in enumerate(table, 1)]
+                      for name, table in hub.items()]
+        else:
+            tables = [env.read_rows(cfg.data)]
+        documents, *splits = env.read_questions(tables, cfg.seed)
     if cfg.corpus:
-        documents = [read_document(*row) for row in read_rows(cfg.corpus)]
-    require(documents, f"--data {cfg.data}: the questions bring no documents along; give some with --corpus FILE.")
+        documents = [env.read_document(*row) for row in env.read_rows(cfg.corpus)]
+    require(documents, f"--data {cfg.data}: no documents come with it; give some with --corpus FILE.")
     return documents, *splits
 
 # ==== 3. Prompt, tags and policy ============================================================================
 INSTRUCTIONS = (
     "Answer the question below. Whenever you get new information, first reason about it between <think> and "
-    "</think>. If you lack knowledge, ask the search engine by writing <search> query </search>; what it finds comes "
-    "back between <information> and </information>. You may search as often as you need. As soon as you know enough, "
-    "write the answer alone, without details, between <answer> and </answer>: for example <answer> Beijing </answer>.\n")
-RETRY = ("\nThat was not a valid action. To search, put a query between <search> and </search>; to answer, put the "
-         "answer between <answer> and </answer>. Try again.\n")
+    "</think>. If you lack knowledge, ask the search engine with <search> query </search>; what it finds is "
+    "put between <information> and </information>. Search as often as you need. When you know enough, write "
+    "the answer alone between <answer> and </answer>, for example <answer> Beijing </answer>.\n")
+RETRY = ("\nThat was not a valid action. To search, put a query between <search> and </search>; to answer, "
+         "put the answer between <answer> and </answer>. Try again.\n")
 TAGS = [f"<{slash}{name}>" for name in ("search", "information", "answer") for slash in ("", "/")]
 CLOSING = re.compile("</(search|answer)>")
 
 def parse_action(text: str) -> tuple[str, str]:
     """What one turn of the model asks for: (kind, content), kind "search", "answer" or "invalid".
-
-    The pair that closes first counts, from the last opening tag of its kind, so a tag named in passing does no
-    harm; what stands in an <information> of the model's own making is ignored (report 3).
-
+    The pair that closes first counts, from the last opening tag of its kind, so tags named in passing do no
+    harm. What stands in an <information> of the model's own making is ignored (report 3).
     >>> parse_action("<think>use <search> tags</think><search> The Silver River </search>")
     ('search', 'The Silver River')
     """
@@ -179,27 +186,26 @@ def parse_action(text: str) -> tuple[str, str]:
 def encode(tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
-def marks(tokenizer) -> set[str]:
-    """What a document must not contain: tags and special tokens."""
-    return {*TAGS, *tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+def as_data(tokenizer, text: str) -> str:
+    """Questions and documents are data: tags and special tokens in them are pulled apart, as "< answer>"."""
+    return env.pull_apart(text, {*TAGS, *tokenizer.all_special_tokens, *tokenizer.get_added_vocab()})
 
 def prompt_tokens(tokenizer, question: str) -> list[int]:
     """An episode's first tokens. The chat template is applied here and never again (report 37).
-
     A tokenizer without one (the tiny one) belongs to a model that follows no instructions: it gets none.
     """
-    text = f"Question: {as_data(question, marks(tokenizer))}\n"
+    text = f"Question: {as_data(tokenizer, question)}\n"
     if tokenizer.chat_template:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": INSTRUCTIONS + text}], tokenize=False,
-                                             add_generation_prompt=True)
+        message = [{"role": "user", "content": INSTRUCTIONS + text}]
+        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     return encode(tokenizer, text)
 
-def observation_tokens(tokenizer, retriever, documents: Sequence[Document], query: str, cfg: Config) -> list[int]:
-    """What the environment answers to a query. The documents are cut to fit, the closing tag never (report 7)."""
+def observation_tokens(tokenizer, retriever, documents, query: str, cfg: Config) -> list[int]:
+    """The environment's reply to a query. Documents are cut to fit, the closing tag never is (report 7)."""
     hits = enumerate(retriever.search(query, cfg.top_k), 1)
     found = "\n".join(f"Doc {n}(Title: {documents[i].title}) {documents[i].text}" for n, (i, _) in hits)
     before, after = encode(tokenizer, "\n<information>"), encode(tokenizer, "</information>\n")
-    body = encode(tokenizer, as_data(found or "No results found.", marks(tokenizer)))
+    body = encode(tokenizer, as_data(tokenizer, found or "No results found."))
     return before + body[: max(0, cfg.max_obs_tokens - len(before) - len(after))] + after
 
 def autocast(device: torch.device):
@@ -208,37 +214,36 @@ def autocast(device: torch.device):
 
 def load_policy(cfg: Config) -> tuple[torch.nn.Module, transformers.PreTrainedTokenizerFast]:
     """-> (model, tokenizer), float32 on the device and not cold-started. UserError if it cannot be had.
-
-    "tiny" is a Qwen2 with 0.3M parameters and whole words for tokens; nothing after this knows the difference.
+    "tiny" is a Qwen2 with 0.3M parameters, its tokens are whole words; nothing later knows the difference.
     Models stay in eval mode: no dropout, no gradient checkpointing (reports 20 and 34).
     """
-    require(cfg.device != "cuda" or torch.cuda.is_available(),
-            "--device cuda: there is no usable CUDA GPU; take --device cpu or install a CUDA build of torch.")
+    gpu = torch.cuda.is_available()
+    require(gpu or cfg.device != "cuda", "--device cuda: there is no usable CUDA GPU; take --device cpu.")
     if cfg.model == "tiny":
         documents, *splits = load_data(cfg)
         texts = [f"Doc {n % cfg.top_k + 1}(Title: {d.title}) {d.text}" for n, d in enumerate(documents)]
         texts += [f"Question: {e.question}" for part in splits for e in part] + ["No results found.", RETRY]
         words = Tokenizer(models.WordLevel(unk_token="<unk>"))
-        words.pre_tokenizer = Split(Regex(r"Doc \d+\(Title:|\w+|[^\w\s]"), "removed", invert=True)
-        words.train_from_iterator(texts, WordLevelTrainer(special_tokens=["<pad>", "<eos>", "<unk>"]))
+        word = Regex(r"Doc \d+\(Title:|\w+|[^\w\s]")
+        words.pre_tokenizer = pre_tokenizers.Split(word, "removed", invert=True)
+        specials = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+        words.train_from_iterator(texts, trainers.WordLevelTrainer(special_tokens=[*specials.values()]))
         tokenizer = transformers.PreTrainedTokenizerFast(
-            tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
-            clean_up_tokenization_spaces=True)
+            tokenizer_object=words, clean_up_tokenization_spaces=True, **specials)
         tokenizer.add_tokens(TAGS)  # ordinary tokens: decoding without special tokens keeps them (report 11)
-        torch.manual_seed(cfg.seed)  # three times the usual weights below: copying is learnt three times sooner
+        torch.manual_seed(cfg.seed)  # a wide initializer_range: copying is then learnt three times sooner
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
-            len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=cfg.max_length, initializer_range=0.06,
-            tie_word_embeddings=True, pad_token_id=0, eos_token_id=1, bos_token_id=None))
+            vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=cfg.max_length,
+            pad_token_id=0, eos_token_id=1, tie_word_embeddings=True, initializer_range=0.06))
     else:
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.model)
             model = transformers.AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
         except (OSError, ValueError) as error:
-            raise UserError(f"--model {cfg.model}: it is no model folder, and no hub model that is cached or can be "
-                            "reached; check the name, connect once, or take --model tiny.") from error
-    device = "cuda" if cfg.device != "cpu" and torch.cuda.is_available() else "cpu"
-    return model.eval().to(device), tokenizer
+            raise UserError(f"--model {cfg.model}: it is no model folder, and no hub model in reach; check "
+                            "the name, connect once, or take --model tiny.") from error
+    return model.eval().to("cuda" if gpu and cfg.device != "cpu" else "cpu"), tokenizer
 
 # ==== 4. Reward: pure functions of two texts ================================================================
 def normalize_answer(text: str) -> str:
@@ -247,22 +252,20 @@ def normalize_answer(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 def exact_match(prediction: str, answers) -> float:
-    """1.0 if the prediction equals a gold answer, both normalised; one that normalises to nothing equals none."""
+    """1.0 if the prediction equals a gold answer, both normalised; an empty one equals none."""
     prediction = normalize_answer(prediction)
-    return float(prediction != "" and prediction in map(normalize_answer, as_answers(answers)))
+    return float(prediction != "" and prediction in map(normalize_answer, env.as_answers(answers)))
 
 def f1_score(prediction: str, answers) -> float:
-    """Token F1 of the normalised texts, the best over the gold answers; yes and no overlap only with themselves."""
+    """Token F1 after normalising, the best over the gold answers; yes and no count only as a whole."""
     words, alone, best = normalize_answer(prediction).split(), (["yes"], ["no"], ["noanswer"]), 0.0
-    for gold in (normalize_answer(answer).split() for answer in as_answers(answers)):
+    for gold in (normalize_answer(answer).split() for answer in env.as_answers(answers)):
         if words == gold or words not in alone and gold not in alone:
             common = sum((Counter(words) & Counter(gold)).values())
             best = max(best, 2 * common / max(1, len(words) + len(gold)))
     return best
 
 # ==== 5. Rollout: write a turn, let the environment answer, go on ===========================================
-STATUSES = ("answered", "invalid", "truncated", "out_of_turns")
-
 @dataclass
 class Episode:
     """One question's conversation. Token ids are made once and only appended to (reports 13 and 14)."""
@@ -270,10 +273,12 @@ class Episode:
     tokens: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)  # 1 = the model wrote it, 0 = the environment did
     logps: list[float] = field(default_factory=list)  # the sampler's own log-probabilities, 0 where mask is 0
-    status: str = ""  # one of STATUSES once it has ended
+    status: str = ""  # one of env.STATUSES once it has ended
     queries: list[str] = field(default_factory=list)
     answer: str = ""
-    reward: float = 0.0
+    reward: float = 0.0  # em or f1, as the settings say
+    em: float = 0.0
+    f1: float = 0.0
 
     def extend(self, tokens: Sequence[int], logps: Sequence[float] | None = None) -> None:
         """Append the model's tokens (with their logps) or the environment's (without)."""
@@ -282,43 +287,40 @@ class Episode:
         self.logps += [0.0] * len(tokens) if logps is None else logps
 
 @torch.no_grad()
-def rollout(model, tokenizer, retriever, documents: Sequence[Document], examples: Sequence[Example], cfg: Config,
-            greedy: bool = False) -> list[Episode]:
+def rollout(model, tokenizer, retriever, documents: Sequence[Document], examples: Sequence[Example],
+            cfg: Config, greedy: bool = False) -> list[Episode]:
     """Play one episode for each example, side by side -> the episodes, in the examples' order.
-
-    The key-value cache lives through all turns; a turn feeds only what is new, the last token of the turn before and
-    the environment's reply, as one left-padded chunk. `seen` [rows, slots] marks the slots of the cache that hold a
-    token; a token's position is the number of those before it (18, 35). Rows that have ended leave the cache.
+    The key-value cache lives through all turns. A turn feeds only what is new, the last token of the turn
+    before and the environment's reply, as one left-padded chunk. `seen` [rows, slots] marks the slots of the
+    cache that hold a token; a token's position is how many precede it (18, 35). Ended rows leave the cache.
     """
     device, retry = model.device, encode(tokenizer, RETRY)
-    closes = cache_results(lambda token: ">" in tokenizer.decode([token]))  # can it end a tag?
-    cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    closes = cache(lambda token: ">" in tokenizer.decode([token]))  # can it end a tag?
+    past_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     eos = model.generation_config.eos_token_id
     eos = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
     episodes = [Episode(example) for example in examples]
     for episode in episodes:
         episode.extend(prompt_tokens(tokenizer, episode.example.question))
         episode.status = "truncated" if len(episode.tokens) + cfg.max_new_tokens > cfg.max_length else ""
-    rows, chunks = episodes, [episode.tokens for episode in episodes]  # each cache row's episode, and what is new
-    cache, seen = transformers.DynamicCache(), torch.zeros(len(rows), 0, dtype=torch.long, device=device)
+    rows, chunks = episodes, [episode.tokens for episode in episodes]  # each row's episode, what is new to it
+    past, seen = transformers.DynamicCache(), torch.zeros(len(rows), 0, dtype=torch.long, device=device)
     for turn in range(cfg.max_turns + 1):
         keep = [r for r, episode in enumerate(rows) if not episode.status]
         if not keep:
             break
-        if len(keep) < len(rows):
-            rows, chunks, seen = [rows[r] for r in keep], [chunks[r] for r in keep], seen[keep]
-            cache.batch_select_indices(torch.tensor(keep, device=device))
-
+        rows, chunks, seen = [rows[r] for r in keep], [chunks[r] for r in keep], seen[keep]
+        past.batch_select_indices(torch.tensor(keep, device=device))
         width = max(map(len, chunks))
-        tokens = torch.tensor([[0] * (width - len(chunk)) + chunk for chunk in chunks], device=device)
-        real = torch.tensor([[0] * (width - len(chunk)) + [1] * len(chunk) for chunk in chunks], device=device)
+        tokens = torch.tensor([[0] * (width - len(c)) + c for c in chunks], device=device)  # [rows, width]
+        real = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in chunks], device=device)
         written, logps, writing = [[] for _ in rows], [[] for _ in rows], [True] * len(rows)
         for _ in range(cfg.max_new_tokens):
             seen = torch.cat([seen, real], 1)
             positions = (seen.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1]:]  # [rows, width]
             with autocast(device):
                 logits = model(input_ids=tokens, attention_mask=seen, position_ids=positions, use_cache=True,
-                               logits_to_keep=1, **{cache_name: cache}).logits[:, -1]  # [rows, vocabulary]
+                               logits_to_keep=1, **{past_name: past}).logits[:, -1]  # [rows, vocabulary]
             logp = (logits.float() / cfg.temperature).log_softmax(-1)
             token = logp.argmax(-1) if greedy else torch.multinomial(logp.exp(), 1)[:, 0]  # [rows]
             chosen = logp.gather(1, token[:, None])[:, 0].tolist()
@@ -326,17 +328,16 @@ def rollout(model, tokenizer, retriever, documents: Sequence[Document], examples
                 if writing[r]:
                     written[r].append(t)
                     logps[r].append(chosen[r])
-                    # subtle: a tag may straddle tokens or share one with what follows (Qwen's ">\n"): ask the text
+                    # subtle: a tag may straddle tokens or share its last (Qwen's ">\n"): ask the text
                     writing[r] = t not in eos and not (
                         closes(t) and CLOSING.search(tokenizer.decode(written[r], skip_special_tokens=True)))
             if not any(writing):
                 break
             tokens, real = token[:, None], torch.tensor(writing, device=device).long()[:, None]
-
         for r, episode in enumerate(rows):
             episode.extend(written[r], logps[r])
-            text = tokenizer.decode([t for t in written[r] if t not in eos], skip_special_tokens=True)
-            kind, content = parse_action(text)
+            text = [t for t in written[r] if t not in eos]
+            kind, content = parse_action(tokenizer.decode(text, skip_special_tokens=True))
             if kind == "answer":
                 episode.status, episode.answer = "answered", content
             elif turn == cfg.max_turns:
@@ -353,7 +354,9 @@ def rollout(model, tokenizer, retriever, documents: Sequence[Document], examples
                     episode.extend(reply)
                     chunks[r] = [written[r][-1], *reply]
     for episode in episodes:
-        episode.reward = (exact_match if cfg.reward == "em" else f1_score)(episode.answer, episode.example.answers)
+        scored = episode.answer, episode.example.answers
+        episode.em, episode.f1 = exact_match(*scored), f1_score(*scored)
+        episode.reward = getattr(episode, cfg.reward)
     return episodes
 
 # ==== 6. Log-probabilities: the one forward pass of training, for old and new alike =========================
@@ -361,9 +364,8 @@ LOGIT_ROWS = 1024  # tokens whose logits are alive at once: [1024, 151936] float
 
 def token_logprobs(model, tokens: Tensor, lengths: Tensor, temperature: float,
                    mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Right-padded tokens [B, T], lengths [B] -> (logp, entropy), both [B, T-1]: column t is about token t + 1.
-
-    With `mask` [B, T], logits are made only for the tokens it marks; elsewhere, and in the padding, both are 0.
+    """Right-padded tokens [B, T], lengths [B] -> (logp, entropy), both [B, T-1]: column t is token t + 1's.
+    With `mask` [B, T], logits are made for the tokens it marks only; elsewhere and in the padding both are 0.
     logp is differentiable; float32 log-softmax at the sampler's temperature (reports 15 and 21).
     """
     places = torch.arange(tokens.shape[1], device=tokens.device)
@@ -372,44 +374,39 @@ def token_logprobs(model, tokens: Tensor, lengths: Tensor, temperature: float,
         hidden = model.base_model(input_ids=tokens, attention_mask=real.long(), use_cache=False,
                                   position_ids=places.expand_as(tokens)).last_hidden_state  # [B, T, hidden]
     wanted = (real if mask is None else real & mask.bool())[:, 1:]  # [B, T-1]
-
     def score(hidden, target):
         with autocast(tokens.device):
             logits = model.get_output_embeddings()(hidden)  # [n, vocabulary]
         logp = (logits.float() / temperature).log_softmax(-1)
         return logp.gather(1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1).detach()
-
     # checkpoint: the backward pass makes each chunk's logits again instead of keeping them all
-    parts = [torch.utils.checkpoint.checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in
-             zip(hidden[:, :-1][wanted].split(LOGIT_ROWS), tokens[:, 1:][wanted].split(LOGIT_ROWS))]
+    chunks = zip(hidden[:, :-1][wanted].split(LOGIT_ROWS), tokens[:, 1:][wanted].split(LOGIT_ROWS))
+    parts = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     return tuple(torch.zeros(wanted.shape, device=tokens.device).masked_scatter(wanted, torch.cat(part))
                  for part in zip(*parts))
 
 # ==== 7. Advantages ========================================================================================
 def group_advantages(rewards: Tensor) -> Tensor:
-    """Rewards [Q, G], a row for each question -> advantages [Q, G]: (R - mean) / (std + 1e-6), sample std (eq. 4).
-
-    A group without spread gets exactly 0, which the rounding of mean and std would not. UserError if G < 2.
-
+    """Rewards [Q, G], a row a question -> advantages [Q, G]: (R - mean) / (std + 1e-6), sample std (eq. 4).
+    A group without spread gets exactly 0, which rounded mean and std would not give. UserError if G < 2.
     >>> group_advantages(torch.tensor([[1., 0., 0.], [1., 1., 1.]]))
     tensor([[ 1.1547, -0.5773, -0.5773],
             [ 0.0000,  0.0000,  0.0000]])
     """
-    require(rewards.ndim == 2 and rewards.shape[1] > 1, f"rewards must be [Q, G >= 2], not {list(rewards.shape)}.")
+    require(rewards.ndim == 2 and rewards.shape[1] > 1, f"rewards: [Q, G >= 2], not {[*rewards.shape]}.")
     rewards = rewards if rewards.is_floating_point() else rewards.float()
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
     return torch.where(rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True), 0.0, advantages)
 
 # ==== 8. Losses: log-probabilities in, a scalar to minimise out ============================================
-# logp, old_logp, mask are [B, T], advantages [B]. The mean is over a row's trained tokens, then over all B rows; a
-# row without trained tokens counts 0. exp is guarded at e^20, log_ratio never is: its gradient must live anywhere.
+# logp, old_logp, mask are [B, T], advantages [B]. The mean is over a row's trained tokens, then over rows,
+# one without any counting 0. exp is guarded at e^20, log_ratio never: its gradient must live at any distance.
 def row_mean(values: Tensor, mask: Tensor) -> Tensor:
     """[B, T] -> [B]: the mean over each row's trained tokens, 0 where there is none."""
     return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
 
-def grpo_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, clip_eps: float = 0.2) -> Tensor:
+def grpo_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, clip_eps=0.2) -> Tensor:
     """GRPO (eq. 3): the clipped ratio of every token times its episode's advantage.
-
     >>> old = torch.tensor([[-1., -1., -1.]])
     >>> grpo_loss(old, old, torch.tensor([2.]), torch.ones(1, 3))
     tensor(-2.)
@@ -420,16 +417,14 @@ def grpo_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, 
     objective = torch.minimum(ratio * adv, ratio.clamp(1 - clip_eps, 1 + clip_eps) * adv)
     return -row_mean(objective, mask).mean()
 
-def sapo_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, clip_eps: float = 0.2,
-              tau: float = 1.0, gamma: float = 0.1) -> Tensor:
-    """SAPO (eq. 9-13): GRPO plus one line, which pulls up tokens of good episodes that have become less likely.
-
-    1. GRPO's gradient on a token is r A: it dies as r falls to 0, and no clip acts on that side. The line's is
-       gamma at any r < tau; the old policy enters through the gate only.
+def sapo_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, clip_eps=0.2,
+              tau=1.0, gamma=0.1) -> Tensor:
+    """SAPO (eq. 9-13): GRPO plus one line, which pulls up good episodes' tokens that have become less likely.
+    1. GRPO's gradient on a token is r A: it dies as r falls to 0, and no clip acts on that side. The line's
+       is gamma at any r < tau; the old policy enters through the gate only.
     2. With one update a rollout r is 1, the gate r < 1 is shut, and SAPO is GRPO bit for bit.
     3. The gate sits exactly at r = 1: old_logp must come from the same forward pass, or rounding opens it.
-    4. The authors' code gates on A >= 0 and r <= tau, and so pushes all-wrong groups up too. This is the paper's.
-
+    4. The authors' code gates on A >= 0 and r <= tau and so pushes all-wrong groups up; the paper does not.
     >>> old = torch.tensor([[-1., -1., -1.]])
     >>> sapo_loss(old - 1, old, torch.tensor([2.]), torch.ones(1, 3))  # -(2 / e - 0.1)
     tensor(-0.6358)
@@ -438,63 +433,54 @@ def sapo_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, 
     ratio = log_ratio.clamp(max=20).exp()  # r_it
     adv = advantages[:, None]  # A_i, the same for every token of the episode
     objective = torch.minimum(ratio * adv, ratio.clamp(1 - clip_eps, 1 + clip_eps) * adv)
-    objective = objective + gamma * ((ratio < tau) & (adv > 0)) * log_ratio  # + SAPO
+    objective = objective + gamma * log_ratio * ((ratio < tau) & (adv > 0))  # + SAPO
     return -row_mean(objective, mask).mean()
 
-def dspo_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, clip_eps: float = 3e-4) -> Tensor:
-    """DSPO (arXiv 2510.09255, eq. 6, 11): one ratio an episode, the geometric mean of its tokens', clipped whole."""
+def dspo_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, clip_eps=3e-4) -> Tensor:
+    """DSPO (arXiv 2510.09255, eq. 6, 11): one ratio an episode, its tokens' geometric mean, clipped whole."""
     log_ratio = torch.where(mask.bool(), logp - old_logp, 0.0)  # [B, T]
     ratio = row_mean(log_ratio, mask).clamp(max=20).exp()  # [B] s_i
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages).mean()
 
 def kl_loss(logp: Tensor, ref_logp: Tensor, mask: Tensor) -> Tensor:
-    """k3 estimate of KL(policy || reference), never negative, averaged like the losses (Table 4, report 27)."""
+    """k3 estimate of KL(policy || reference), never negative, averaged as above (Table 4, report 27)."""
     gap = torch.where(mask.bool(), ref_logp - logp, 0.0)
     return row_mean(gap.clamp(max=20).exp() - gap - 1, mask).mean()
 
 # ==== 9. Training: cold start, then rollout -> advantages -> updates, all of it on disk as it goes ==========
-METRICS = ("step reward em f1 searches duplicate_queries answered invalid truncated out_of_turns zero_spread "
-           "ratio_mean ratio_min ratio_positive clip_frac gate_frac isdd kl_old entropy grad_norm lr tokens_per_s "
-           "eval_em eval_f1 eval_searches").split()
-WARNINGS = {("truncated", 1): "every episode is cut off; raise max_new_tokens or max_length.",  # report 30
-            ("zero_spread", 1): "all rewards of each group are equal, so nothing is learnt; raise group_size.",
-            ("searches", 0): "nobody searches; raise cold_start_steps."}
 FILTER_TRIES, DEMONSTRATIONS = 4, 4000  # rollouts to fill a filtered step; demonstrations for the cold start
 
-def pack(episodes: Sequence[Episode], device) -> tuple[Tensor, Tensor, Tensor]:
-    """-> tokens [B, T], right-padded with 0, lengths [B], mask [B, T]."""
-    width = max(len(e.tokens) for e in episodes)
-    rows = [[(part + [0] * width)[:width] for part in (e.tokens, e.mask)] for e in episodes]
-    tokens, mask = torch.tensor(rows, device=device).unbind(1)
-    return tokens, torch.tensor([len(e.tokens) for e in episodes], device=device), mask
-
-def micro_batches(rows: Sequence[int], episodes: Sequence[Episode], cfg: Config) -> list[list[int]]:
-    """Cut `rows` into forward passes, like lengths together so that little is padding."""
+def micro_batches(episodes: Sequence[Episode], rows: Sequence[int], cfg: Config, device):
+    """Cut `rows` into forward passes, like lengths together -> (rows, tokens [B, T], lengths [B], mask)."""
     rows = sorted(rows, key=lambda i: len(episodes[i].tokens))
-    return [rows[i: i + cfg.micro_batch_size] for i in range(0, len(rows), cfg.micro_batch_size)]
+    for part in (rows[i: i + cfg.micro_batch_size] for i in range(0, len(rows), cfg.micro_batch_size)):
+        lengths = [len(episodes[i].tokens) for i in part]
+        pad = [0] * lengths[-1]  # on the right
+        both = [[(ids + pad)[: len(pad)] for ids in (episodes[i].tokens, episodes[i].mask)] for i in part]
+        tokens, mask = torch.tensor(both, device=device).unbind(1)
+        yield part, tokens, torch.tensor(lengths, device=device), mask
 
-def cold_start(model, tokenizer, retriever, documents: Sequence[Document], train_examples: Sequence[Example],
-               cfg: Config) -> None:
-    """Teach `model`, in place, the tags and copying on imperfect demonstrations, from the disk cache if it can.
-
-    The cache's key holds all that shapes the result, so that every run, whatever its loss, starts from the identical
-    policy. As in RL, only what the model is to write is learnt.
+def cold_start(model, tokenizer, retriever, documents, train_examples, cfg: Config) -> None:
+    """Teach `model`, in place, tags and copying on imperfect demonstrations, or take it from the disk cache.
+    The cache's key holds all that shapes the result, so runs that differ in loss start from the same policy.
     """
+    if not cfg.cold_start_steps:
+        return
     rng, demos = random.Random(cfg.seed), []
-    for example in rng.choices(train_examples, k=DEMONSTRATIONS if cfg.cold_start_steps else 0):
+    for example in rng.choices(train_examples, k=DEMONSTRATIONS):
         episode = Episode(example)
         episode.extend(prompt_tokens(tokenizer, example.question))
-        *searches, last = demonstration(example, train_examples, rng)
+        *searches, last = env.demonstration(example, train_examples, rng)
         for kind, content in [*searches[: cfg.max_turns], last]:
             episode.extend(tokens := encode(tokenizer, f"<{kind}>{content}</{kind}>"), [0.0] * len(tokens))
             if kind == "search":
                 episode.extend(observation_tokens(tokenizer, retriever, documents, content, cfg))
         demos += [episode] if len(episode.tokens) <= cfg.max_length else []
-    require(demos or not cfg.cold_start_steps, "--max_length: no demonstration fits into it; raise it.")
+    require(demos, "--max_length: no env.demonstration fits into it; raise it.")
     key = hashlib.sha256(repr([
         cfg.seed, cfg.temperature, cfg.micro_batch_size, cfg.cold_start_steps, cfg.cold_start_batch_size,
         cfg.cold_start_lr, [(e.tokens, e.mask) for e in demos], torch.__version__, str(model.device),
-        *map(inspect.getsource, (cold_start, token_logprobs, pack, micro_batches, row_mean))]).encode())
+        *map(inspect.getsource, (cold_start, token_logprobs, micro_batches, row_mean))]).encode())
     for weights in model.state_dict().values():
         key.update(weights.cpu().numpy().tobytes())
     folder = Path(os.environ.get("SAPO_MIN_CACHE") or Path.home() / ".cache" / "sapo_min")
@@ -509,40 +495,26 @@ def cold_start(model, tokenizer, retriever, documents: Sequence[Document], train
     for step in bar:
         decay = 0.55 + 0.45 * math.cos(math.pi * step / cfg.cold_start_steps)  # from 1 to a tenth
         optimizer.param_groups[0]["lr"] = peak * decay * min(1, (step + 1) / (1 + cfg.cold_start_steps // 20))
-        total = 0.0
-        for micro in micro_batches(rng.choices(range(len(demos)), k=cfg.cold_start_batch_size), demos, cfg):
-            tokens, lengths, mask = pack([demos[i] for i in micro], model.device)
+        batch = rng.choices(range(len(demos)), k=cfg.cold_start_batch_size)
+        for rows, tokens, lengths, mask in micro_batches(demos, batch, cfg, model.device):
             logp, _ = token_logprobs(model, tokens, lengths, cfg.temperature, mask)
-            loss = -row_mean(logp, mask[:, 1:]).sum() / cfg.cold_start_batch_size
-            loss.backward()
-            total += loss.item()
-        clip_grad_norm_(model.parameters(), 1.0)
+            loss = -row_mean(logp, mask[:, 1:]).mean()
+            (loss * len(rows) / len(batch)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        bar.set_postfix(loss=f"{total:.2f}", refresh=False)
+        bar.set_postfix(loss=f"{loss.item():.2f}", refresh=False)
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(file, partial(torch.save, model.state_dict()))
+    env.replace_file(file, partial(torch.save, model.state_dict()))
 
-def summary(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Means over the episodes, the exact match for each number of hops too."""
-    asked, hops = sum(len(e.queries) for e in episodes), [len(e.example.searches) for e in episodes]
-    em = [exact_match(e.answer, e.example.answers) for e in episodes]
-    repeats = sum(len(e.queries) - len(set(e.queries)) for e in episodes)
-    return {"reward": fmean(e.reward for e in episodes), "em": fmean(em),
-            **{f"em, {n} hops": fmean(x for x, h in zip(em, hops) if h == n) for n in sorted(set(hops))},
-            "f1": fmean(f1_score(e.answer, e.example.answers) for e in episodes), "searches": asked / len(em),
-            **{status: fmean(e.status == status for e in episodes) for status in STATUSES},
-            "duplicate_queries": repeats / max(1, asked)}
-
-def evaluate(agent: tuple, examples: Sequence[Example], cfg: Config) -> tuple[dict[str, float], list[Episode]]:
-    """Greedy, every example, in order (report 40) -> (summary, episodes). `agent` is what load_agent gives."""
+def evaluate(agent: tuple, examples: Sequence[Example], cfg: Config) -> tuple[dict, list[Episode]]:
+    """Greedy, every example, in order (report 40) -> (summary, episodes). `agent` comes from load_agent."""
     episodes, size = [], cfg.questions_per_step * cfg.group_size
     bar = tqdm(range(0, len(examples), size), desc="evaluation", leave=False)
     for i in bar:
         episodes += rollout(*agent, examples[i: i + size], cfg, greedy=True)
-        means = summary(episodes)
-        bar.set_postfix(em=f"{means['em']:.2f}", searches=f"{means['searches']:.2f}")
-    return means, episodes
+        bar.set_postfix({name: f"{env.summary(episodes)[name]:.2f}" for name in ("em", "searches")})
+    return env.summary(episodes), episodes
 
 def load_agent(cfg: Config) -> tuple[tuple, list[Example], list[Example]]:
     """-> ((model, tokenizer, retriever, documents), training examples, test examples to evaluate on)."""
@@ -554,32 +526,28 @@ def load_run(folder: str) -> tuple[Config, list[dict]]:
     """A run folder -> (settings, history as from `train`: what was not measured at a step is None)."""
     try:
         cfg = Config(**json.loads((Path(folder) / "config.json").read_text()))
-        rows = [line.split(",") for line in (Path(folder) / "metrics.csv").read_text().splitlines()[1:]]
-        return cfg, [{name: (int if name == "step" else float)(value) if value else None
-                      for name, value in zip(METRICS, row, strict=True)} for row in rows]
+        return cfg, env.read_table(Path(folder) / "metrics.csv")
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{folder}: it is not the folder of a run, or is damaged ({error}).") from error
 
 def load_checkpoint(cfg: Config) -> dict:
-    """The state of run cfg.resume, loaded without running code from it. UserError unless it is whole and fits cfg."""
+    """The state of run cfg.resume, read without running code in it. UserError unless whole and fitting."""
     path = Path(cfg.resume) / "checkpoint.pt"
-    require(path.is_file(), f"--resume {cfg.resume}: it has no checkpoint.pt; give the folder of a run.")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         saved, step = state["config"], state["history"][-1]["step"]
-    except (OSError, RuntimeError, EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError) as error:
-        raise UserError(f"{path}: it is damaged or no checkpoint of sapo_min; start a new run.") from error
+    except (OSError, RuntimeError, EOFError, LookupError, TypeError, ValueError, pickle.PickleError) as error:
+        raise UserError(f"{path}: it is missing, damaged or not sapo_min's; start a new run.") from error
     for name, value in asdict(cfg).items():
         require(name in ("steps", "device", "out", "resume") or saved.get(name) == value,
-                f"{path}: the run was made with --{name} {saved.get(name)}, not {value}; leave that as it was.")
+                f"{path}: it was made with --{name} {saved.get(name)}, not {value}; leave that as it was.")
     require(cfg.steps >= step, f"--steps {cfg.steps}: the run has done {step} steps already; give more.")
     if cfg.steps != saved["steps"]:
-        print(f"--steps {saved['steps']} -> {cfg.steps}: lr now falls until step {cfg.steps}, so from here on it "
-              "differs from a run that was to be that long from the start.")
+        print(f"--steps {saved['steps']} -> {cfg.steps}: lr fell faster so far than in a run of that plan.")
     return state
 
 def sample_groups(agent: tuple, examples: Sequence[Example], step: int, cfg: Config) -> tuple[list, list]:
-    """-> (groups to train on, all groups), G episodes of one question each, told apart by index (report 24)."""
+    """-> (groups to train on, all groups): G episodes of one question, kept apart by index (report 24)."""
     groups, everything, dynamic = [], [], cfg.dynamic_filter or cfg.algo == "dspo"
     for attempt in range(FILTER_TRIES if dynamic else 1):
         rng = random.Random(f"{cfg.seed} {step} {attempt}")  # needs no state: a resumed run draws the same
@@ -592,30 +560,26 @@ def sample_groups(agent: tuple, examples: Sequence[Example], step: int, cfg: Con
             break
     return groups, everything
 
-def update(model, reference, optimizer, episodes: Sequence[Episode], advantages: Tensor, loss_fn: Callable,
-           cfg: Config) -> dict[str, float | None]:
+def update(model, reference, optimizer, episodes, advantages: Tensor, loss_fn: Callable, cfg: Config) -> dict:
     """Learn from one rollout in minibatches x epochs updates -> metrics of how far the policy moved."""
     plan, moved, norms, entropies = [], [], [], []  # plan[minibatch][micro-batch] = tensors
     for part in torch.randperm(len(episodes)).tensor_split(min(cfg.minibatches, len(episodes))):
         plan.append([])
-        for rows in micro_batches(part.tolist(), episodes, cfg):
-            batch = pack([episodes[i] for i in rows], model.device)
-            tokens, lengths, mask = batch
-            with torch.no_grad():  # the updates' own pass, same rows and padding: r starts at exactly 1
+        for rows, tokens, lengths, mask in micro_batches(episodes, part.tolist(), cfg, model.device):
+            with torch.no_grad():  # as the updates do it, row by row: r starts at exactly 1 (19, 21)
                 old, entropy = token_logprobs(model, tokens, lengths, cfg.temperature, mask)
-                ref = token_logprobs(reference, tokens, lengths, cfg.temperature, mask)[0] if reference else None
-            plan[-1].append((*batch, advantages[rows].to(model.device), old, ref))
+                ref = reference and token_logprobs(reference, tokens, lengths, cfg.temperature, mask)[0]
+            plan[-1].append((tokens, lengths, mask, advantages[rows].to(model.device), old, ref))
             entropies.append(entropy[mask[:, 1:].bool()])
     for mini in plan * cfg.epochs:
         for tokens, lengths, mask, adv, old, ref in mini:
             logp, _ = token_logprobs(model, tokens, lengths, cfg.temperature, mask)  # [B, T-1]
             loss = loss_fn(logp, old, adv, mask[:, 1:])
-            if reference:
-                loss = loss + cfg.kl_coef * kl_loss(logp, ref, mask[:, 1:])
+            loss = loss + cfg.kl_coef * kl_loss(logp, ref, mask[:, 1:]) if reference else loss
             (loss * len(adv) / sum(len(micro[3]) for micro in mini)).backward()  # one normaliser (report 28)
             log_ratio, on = logp.detach() - old, mask[:, 1:].bool()
             moved.append((log_ratio[on], adv[:, None].expand_as(on)[on], log_ratio.sum(1)))
-        norms.append(clip_grad_norm_(model.parameters(), 1.0))
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
         optimizer.zero_grad()
     log_ratio, adv, totals = map(torch.cat, zip(*moved))  # [tokens], [tokens], [episodes]
@@ -626,20 +590,19 @@ def update(model, reference, optimizer, episodes: Sequence[Episode], advantages:
              "kl_old": -log_ratio, "entropy": torch.cat(entropies), "grad_norm": torch.stack(norms)}
     return {name: values.float().mean().item() if len(values) else None for name, values in parts.items()}
 
-def train(cfg: Config, loss_fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None) -> list[dict]:
-    """Train as `cfg` says into the folder `cfg.out`, set here if empty -> the history, a dict of METRICS a step.
-
-    `loss_fn(logp, old_logp, advantages, mask) -> scalar`, a mean over rows, replaces the algorithm's own. Step 0 is
-    the evaluation before training. All is on disk after each step: whatever stops a run, `resume` goes on exactly.
+def train(cfg: Config, loss_fn: Callable[..., Tensor] | None = None) -> list[dict]:
+    """Train as `cfg` says into the folder `cfg.out`, set if empty -> the history, a dict of METRICS a step.
+    `loss_fn(logp, old_logp, advantages, mask) -> scalar`, a mean over rows, replaces the algorithm's. Step
+    0 is the evaluation before training. All is on disk after each step, so that `resume` goes on exactly.
     """
     cfg.check()
     started, state = time.time(), load_checkpoint(cfg) if cfg.resume else {"looks": {}, "history": []}
     looks, history, warned = state["looks"], state["history"], set()
     agent, train_examples, test_examples = load_agent(cfg)
     model, tokenizer, retriever, documents = agent
-    cfg.out = cfg.resume or open_folder(cfg.out, f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.algo}-s{cfg.seed}")
+    cfg.out = cfg.resume or env.open_folder(cfg.out, f"{cfg.algo}-s{cfg.seed}")
     out, settings = Path(cfg.out), json.dumps(asdict(cfg) | {"resume": ""}, indent=1)
-    replace_file(out / "config.json", lambda path: path.write_text(settings))
+    env.replace_file(out / "config.json", lambda path: path.write_text(settings))
     if not cfg.resume or cfg.kl_coef:
         cold_start(*agent, train_examples, cfg)
     cold_seconds, reference = time.time() - started, copy.deepcopy(model) if cfg.kl_coef else None
@@ -650,66 +613,58 @@ def train(cfg: Config, loss_fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tenso
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng"])
         torch.cuda.set_rng_state_all(state["cuda_rng"])
-        os.truncate(out / "episodes.jsonl", state["episodes_bytes"])
+        os.truncate(out / "episodes.jsonl", state["written"])
     loss_fn = loss_fn or {"grpo": partial(grpo_loss, clip_eps=cfg.clip_eps),
                           "sapo": partial(sapo_loss, clip_eps=cfg.clip_eps, tau=cfg.tau, gamma=cfg.gamma),
-                          "dspo": partial(dspo_loss, clip_eps=cfg.dspo_clip_eps)}[cfg.algo]
+                          "dspo": dspo_loss}[cfg.algo]
     bar = tqdm(range(len(history), cfg.steps + 1), desc=cfg.algo, initial=len(history), total=cfg.steps + 1)
     for step in bar:
         row, clock = {"step": step}, time.time()
         if step:
             groups, everything = sample_groups(agent, train_examples, step, cfg)
             episodes = list(itertools.chain(*everything))
-            row |= summary(episodes)
+            row |= env.summary(episodes)
             row["zero_spread"] = fmean(len({e.reward for e in group}) == 1 for group in everything)
             row["lr"] = cfg.lr * (1 - (1 - cfg.lr_end) * (step - 1) / max(1, cfg.steps - 1))
             optimizer.param_groups[0]["lr"] = row["lr"]
             if groups:
-                advantages = group_advantages(torch.tensor([[e.reward for e in group] for group in groups])).flatten()
-                row |= update(model, reference, optimizer, list(itertools.chain(*groups)), advantages, loss_fn, cfg)
+                kept = list(itertools.chain(*groups))
+                advantages = group_advantages(torch.tensor([e.reward for e in kept]).view(len(groups), -1))
+                row |= update(model, reference, optimizer, kept, advantages.flatten(), loss_fn, cfg)
             row["tokens_per_s"] = sum(sum(e.mask) for e in episodes) / (time.time() - clock)
-            with open(out / "episodes.jsonl", "a") as file:
-                file.writelines(json.dumps({
-                    "step": step, "question": e.example.question, "text": spans(e, tokenizer), "status": e.status,
-                    "queries": e.queries, "answer": e.answer, "reward": e.reward}) + "\n" for e in everything[0])
+            env.append_episodes(out / "episodes.jsonl", step, everything[0], tokenizer)
             bar.set_postfix(reward=f"{row['reward']:.2f}", searches=f"{row['searches']:.2f}", refresh=False)
-            for wrong in WARNINGS.keys() & row.items() - warned:
-                warned.add(wrong)
-                tqdm.write(f"WARNING at step {step}: {WARNINGS[wrong]}")
+            for advice in env.complaints(row) - warned:
+                warned.add(advice)
+                tqdm.write(f"WARNING at step {step}: {advice}")
         if step % cfg.eval_every == 0 or step == cfg.steps:
             looks[step], episodes = evaluate(agent, test_examples, cfg)
             row |= {f"eval_{name}": looks[step][name] for name in ("em", "f1", "searches")}
             if looks[step]["em"] == max(look["em"] for look in looks.values()):
-                for part in (model, tokenizer):  # the best yet, for --model: it survives a collapse (report 42)
+                for part in (model, tokenizer):  # the best yet, for --model (report 42)
                     part.save_pretrained(out / "best")
             if step in (0, cfg.steps):
                 longest = max(episodes, key=lambda e: len(e.example.searches))
-                tqdm.write(f"\nAfter {step} steps:\n{transcript(longest, tokenizer)}\n")
-        history.append({name: row.get(name) for name in METRICS})
-        rows = [["" if value is None else str(value) for value in line.values()] for line in history]
-        table = "".join(",".join(line) + "\n" for line in [METRICS, *rows])
-        replace_file(out / "metrics.csv", lambda path, table=table: path.write_text(table))
-        replace_file(out / "checkpoint.pt", partial(torch.save, {
+                tqdm.write(f"\nAfter {step} steps:\n{env.transcript(longest, tokenizer)}\n")
+        history.append({name: row.get(name) for name in env.METRICS})
+        env.replace_file(out / "metrics.csv", partial(env.write_table, history))
+        env.replace_file(out / "checkpoint.pt", partial(torch.save, {
             "config": asdict(cfg), "looks": looks, "history": history, "model": model.state_dict(),
             "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state_all(), "episodes_bytes": (out / "episodes.jsonl").stat().st_size}))
-    print(f"{'':24}{'before':>9}{'after':>9}")
-    for name, before in looks[0].items():
-        print(f"{name:24}{before:9.2f}{looks[cfg.steps][name]:9.2f}")
+            "cuda_rng": torch.cuda.get_rng_state_all(), "written": (out / "episodes.jsonl").stat().st_size}))
     guess = evaluate(agent, test_examples, replace(cfg, max_turns=0))[0]["em"]
-    bound = one_search(retriever, documents, test_examples, cfg.top_k)
-    print(f"Baselines: em {guess:.2f} without a search, at most {bound:.2f} with one search for the question.\n"
-          f"{len(test_examples)} test questions; cold start {cold_seconds:.0f} s, all {time.time() - started:.0f} s; "
-          f"in {out}")
+    bound = env.one_search(retriever, documents, test_examples, cfg.top_k)
+    print(f"{env.compare(looks[0], looks[cfg.steps])}\nBaselines: em {guess:.2f} without a search, at most "
+          f"{bound:.2f} with one search for the question itself.\n{len(test_examples)} test questions, cold "
+          f"start {cold_seconds:.0f} s, all {time.time() - started:.0f} s, run folder {out}")
     return history
-
 
 # ==== 10. Command line ======================================================================================
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line -> exit code: 0, 2 for something the user can mend, 130 after Ctrl-C."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser.add_argument("--preset", help="The settings to start from: tiny or qwen.")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False,
+                                     argument_default=argparse.SUPPRESS)
+    parser.add_argument("--preset", help="The settings to start from (tiny | qwen).")
     parser.add_argument("--ask", metavar="QUESTION", help="Let the agent of --resume RUN_FOLDER answer it.")
     for f in fields(Config):
         how = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": f.type}
@@ -723,28 +678,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         require(preset is None or not run, "--preset: a resumed run has its own settings; leave it out.")
         if not run and preset is None:
             room = torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > 14 * 2**30
-            near = room and at_hand(PRESETS["qwen"]["model"], "model") and at_hand("hotpotqa/hotpot_qa", "dataset")
-            argv += ["--preset", preset := "qwen" if near else "tiny"]
-            why = "GPU, model and data are there" if near else "the hub is out of reach" if room else "no GPU has 15 GB"
-            print(f"Preset {preset}: {why}. Choose with --preset {' or '.join(PRESETS)}.")
+            preset, why = ("qwen", "there is a") if room else ("tiny", "there is no")
+            print(f"Preset {preset}, for {why} CUDA GPU with 15 GB free; choose with --preset.")
+            argv += ["--preset", preset]
         cfg = replace(load_run(run)[0] if run else Config.preset(preset), **given)
         if question is None:
             train(cfg)
-            print("Again:", shlex.join(["python", "sapo_min.py", *argv]))
+            print("Again: python sapo_min.py", *argv)
         else:
             state, (agent, _, _) = load_checkpoint(cfg), load_agent(cfg)
             agent[0].load_state_dict(state["model"])
-            print(transcript(rollout(*agent, [Example(question, ())], cfg, greedy=True)[0], agent[1]))
+            print(env.transcript(rollout(*agent, [Example(question, ())], cfg, greedy=True)[0], agent[1]))
     except UserError as error:
         print(f"sapo_min: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         saved = cfg.out and (Path(cfg.out) / "checkpoint.pt").exists()
-        print("\nStopped:", f"all finished steps are saved, go on with: python sapo_min.py --resume {cfg.out}" if saved
-              else "no step was finished, so there is nothing to go on with.", file=sys.stderr)
+        how = f"go on with: python sapo_min.py --resume {cfg.out}" if saved else "there is nothing to go on with."
+        print(f"\nStopped; {how}", file=sys.stderr)
         return 130
     return 0
-
 
 if __name__ == "__main__":
     sys.exit(main())
