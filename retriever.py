@@ -48,7 +48,7 @@ class Example:
 # pair stands out to be learnt by heart. In order: novels, writers, cities, countries.
 WORDS = (
     ("Silver Golden Broken Silent Hidden Burning Frozen Crimson Empty Wild Pale Bitter Hollow Secret Lonely",
-     "River Garden Tower Mirror Winter Bridge Island Lamp Forest Harvest Crown Letter Shadow Rose Gate Storm"),
+     "River Garden Tower Mirror Winter Bridge Island Lamp Forest Harvest Crown Letter Shadow Rose Gate Sky"),
     ("Anna Boris Clara David Elena Felix Greta Hugo Irene Jonas Karla Leon Maria Nils Olga Pavel",
      "Adler Brandt Corvin Dorn Ekman Falk Gruber Holm Ivers Jansen Keller Lindt Moreau Novak Orlov"),
     ("North South Old New Port Fort Upper Lower Saint Lake Grand Little Mount Cape Bad",
@@ -352,8 +352,8 @@ class TfidfRetriever:
 
 
 def one_search(retriever, documents: Sequence[Document], examples: Sequence[Example], k: int) -> float:
-    """The share of questions whose answer stands in what one search for the question finds: the most that a fixed
-    search could reach, however well its results were read."""
+    """The share of questions whose answer stands in what one search for the question finds, the most that
+    a fixed search could reach, however well its results were read."""
     def words(text):
         return f" {' '.join(WORD.findall(text.lower()))} "
     found = [words(" ".join(documents[i].text for i, _ in retriever.search(e.question, k))) for e in examples]

@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from statistics import fmean
 
@@ -183,9 +183,11 @@ def parse_action(text: str) -> tuple[str, str]:
             return close[1], content.strip()
     return "invalid", ""
 
+@lru_cache(10_000)
 def encode(tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
+@lru_cache(10_000)
 def as_data(tokenizer, text: str) -> str:
     """Questions and documents are data: tags and special tokens in them are pulled apart, as "< answer>"."""
     return env.pull_apart(text, {*TAGS, *tokenizer.all_special_tokens, *tokenizer.get_added_vocab()})
@@ -286,7 +288,7 @@ class Episode:
         self.mask += [int(logps is not None)] * len(tokens)
         self.logps += [0.0] * len(tokens) if logps is None else logps
 
-@torch.no_grad()
+@torch.inference_mode()
 def rollout(model, tokenizer, retriever, documents: Sequence[Document], examples: Sequence[Example],
             cfg: Config, greedy: bool = False) -> list[Episode]:
     """Play one episode for each example, side by side -> the episodes, in the examples' order.
@@ -295,7 +297,7 @@ def rollout(model, tokenizer, retriever, documents: Sequence[Document], examples
     cache that hold a token; a token's position is how many precede it (18, 35). Ended rows leave the cache.
     """
     device, retry = model.device, encode(tokenizer, RETRY)
-    closes = cache(lambda token: ">" in tokenizer.decode([token]))  # can it end a tag?
+    read = cache(lambda *ids: tokenizer.decode(ids, skip_special_tokens=True))  # a group often writes the same
     past_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     eos = model.generation_config.eos_token_id
     eos = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
@@ -303,8 +305,14 @@ def rollout(model, tokenizer, retriever, documents: Sequence[Document], examples
     for episode in episodes:
         episode.extend(prompt_tokens(tokenizer, episode.example.question))
         episode.status = "truncated" if len(episode.tokens) + cfg.max_new_tokens > cfg.max_length else ""
-    rows, chunks = episodes, [episode.tokens for episode in episodes]  # each row's episode, what is new to it
-    past, seen = transformers.DynamicCache(), torch.zeros(len(rows), 0, dtype=torch.long, device=device)
+    shared = len(os.path.commonprefix([e.tokens[:-1] for e in episodes]))  # instructions: prefilled once for all
+    past, seen = transformers.DynamicCache(), torch.ones(len(episodes), shared, dtype=torch.long, device=device)
+    if shared:
+        with autocast(device):
+            model(input_ids=torch.tensor([episodes[0].tokens[:shared]], device=device), use_cache=True,
+                  logits_to_keep=1, **{past_name: past})
+        past.batch_repeat_interleave(len(episodes))
+    rows, chunks = episodes, [e.tokens[shared:] for e in episodes]  # each row's episode, and what is new to it
     for turn in range(cfg.max_turns + 1):
         keep = [r for r, episode in enumerate(rows) if not episode.status]
         if not keep:
@@ -328,16 +336,15 @@ def rollout(model, tokenizer, retriever, documents: Sequence[Document], examples
                 if writing[r]:
                     written[r].append(t)
                     logps[r].append(chosen[r])
-                    # subtle: a tag may straddle tokens or share its last (Qwen's ">\n"): ask the text
-                    writing[r] = t not in eos and not (
-                        closes(t) and CLOSING.search(tokenizer.decode(written[r], skip_special_tokens=True)))
+                    # subtle: a tag may straddle tokens or share its last (Qwen's ">\n"), so the text tells, asked
+                    # whenever a token could end a tag
+                    writing[r] = t not in eos and not (">" in read(t) and CLOSING.search(read(*written[r])))
             if not any(writing):
                 break
             tokens, real = token[:, None], torch.tensor(writing, device=device).long()[:, None]
         for r, episode in enumerate(rows):
             episode.extend(written[r], logps[r])
-            text = [t for t in written[r] if t not in eos]
-            kind, content = parse_action(tokenizer.decode(text, skip_special_tokens=True))
+            kind, content = parse_action(read(*(t for t in written[r] if t not in eos)))
             if kind == "answer":
                 episode.status, episode.answer = "answered", content
             elif turn == cfg.max_turns:
@@ -694,7 +701,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         saved = cfg.out and (Path(cfg.out) / "checkpoint.pt").exists()
-        how = f"go on with: python sapo_min.py --resume {cfg.out}" if saved else "there is nothing to go on with."
+        how = f"go on with: python sapo_min.py --resume {cfg.out}" if saved else "no step was done."
         print(f"\nStopped; {how}", file=sys.stderr)
         return 130
     return 0
