@@ -146,6 +146,10 @@ def as_answers(value) -> tuple[str, ...]:
     return tuple(answer for part in value for answer in as_answers(part))
 
 
+def write_json(value, path: Path) -> None:
+    path.write_text(json.dumps(value, indent=1))
+
+
 def write_table(rows: Sequence[Mapping], path: Path) -> None:
     """Dicts of numbers as CSV that reads back exactly; None is an empty field."""
     lines = [rows[0].keys()] + [["" if x is None else str(x) for x in row.values()] for row in rows]
@@ -165,14 +169,18 @@ def read_rows(path: str) -> list[tuple[str, dict]]:
     rows = []
     with open(path, "rb") as file:
         for n, line in enumerate(file, 1):
+            if not line.strip():
+                continue
             try:
-                row = json.loads(line.decode("utf-8-sig")) if line.strip() else None
-            except ValueError as error:
+                row = json.loads(line.decode("utf-8-sig"))
+                if b"\\u" in line:  # half a surrogate pair is legal JSON, but no text
+                    json.dumps(row, ensure_ascii=False).encode()
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}, line {n}: it is not JSON in UTF-8 ({error}); "
                                 "write one object a line.") from error
-            require(row is None or isinstance(row, dict), f"{path}, line {n}: it must be a JSON object, "
+            require(isinstance(row, dict), f"{path}, line {n}: it must be a JSON object, "
                     'as in {"question": "...", "golden_answers": ["..."]}.')
-            rows += [] if row is None else [(f"{path}, line {n}", row)]
+            rows.append((f"{path}, line {n}", row))
     require(rows, f"{path}: the file is empty; it needs at least one row.")
     return rows
 
@@ -194,7 +202,8 @@ def read_example(where: str, row: Mapping) -> tuple[Example, list[Document]]:
         question = row["question"].strip()
         answers = as_answers(row["golden_answers"] if "golden_answers" in row else row["answer"])
         facts, context = row.get("supporting_facts") or [], row.get("context") or []
-        titles = facts["title"] if isinstance(facts, Mapping) else [fact[0] for fact in facts]
+        titles = dict.fromkeys(facts["title"] if isinstance(facts, Mapping) else [fact[0] for fact in facts])
+        "".join(titles)  # a TypeError unless all are text
         if isinstance(context, Mapping):
             parts = zip(context["title"], context["sentences"])
             context = [{"title": title, "text": "".join(sentences)} for title, sentences in parts]
@@ -203,7 +212,7 @@ def read_example(where: str, row: Mapping) -> tuple[Example, list[Document]]:
         raise UserError(f'{where}: it needs "question" (text) and "golden_answers" (texts), a "context" '
                         f"as in HotpotQA or none ({type(error).__name__}: {error}).") from error
     require(question and answers, f"{where}: the question or its answers are empty; fill or remove the row.")
-    return Example(question, answers, tuple(dict.fromkeys(titles))), documents
+    return Example(question, answers, tuple(titles)), documents
 
 
 def read_questions(tables: Sequence[Sequence[tuple[str, Mapping]]], seed: int) -> tuple[list, list, list]:
@@ -272,10 +281,12 @@ def summary(episodes: Sequence) -> dict[str, float]:
             **{status: fmean(e.status == status for e in episodes) for status in STATUSES}}
 
 
-def compare(before: Mapping, after: Mapping) -> str:
-    """Two summaries as a table."""
+def compare(before: Mapping, after: Mapping, guess: float, bound: float) -> str:
+    """Two summaries as a table, and below it the exact match of a guess and of one fixed search."""
     lines = [f"{'':20}{'before':>9}{'after':>9}"]
-    return "\n".join(lines + [f"{name:20}{before[name]:9.2f}{after[name]:9.2f}" for name in before])
+    lines += [f"{name:20}{before[name]:9.2f}{after[name]:9.2f}" for name in before]
+    lines.append(f"Baselines: em {guess:.2f} without a search, at most {bound:.2f} with one search for the question.")
+    return "\n".join(lines)
 
 
 def complaints(row: Mapping) -> set[str]:

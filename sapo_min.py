@@ -121,13 +121,14 @@ class Config:
     def check(self) -> None:
         """UserError for the first setting that breaks the limit in its sentence."""
         for name, sentence in SENTENCES.items():
-            value, limit = getattr(self, name), re.search(r"\((.*\|.*|at least .|above 0)\)", sentence)
-            words = limit[1].split() if limit else []
-            fits = (not words or value in words if not words or "|" in words else
-                    0 < value < math.inf if "above" in words else int(words[-1]) <= value < math.inf)
-            require(fits, f"--{name} {value}: it must be {' '.join(words)}.")
+            value, limit = getattr(self, name), LIMIT.search(sentence)
+            choices, least, above = limit.groups() if limit else (None, None, None)
+            fits = (value in choices.split(" | ") if choices else int(least) <= value < math.inf if least else
+                    0 < value < math.inf if above else True)
+            require(fits, f"--{name} {value}: it must be {limit and limit[0][1:-1]}.")
         require(self.max_length > self.max_new_tokens, "--max_length: it must be above --max_new_tokens.")
 
+LIMIT = re.compile(r"\((\w+ \| [\w| ]+)\)|\(at least (\d)\)|\((above 0)\)")
 SENTENCES = dict(re.findall(r'    (\w+): .*\n    "(.*)"\n', inspect.getsource(Config)))
 PRESETS = {"tiny": {}, "qwen": {
     "model": "Qwen/Qwen2.5-0.5B-Instruct", "data": "hotpotqa", "reward": "f1", "steps": 300, "minibatches": 4,
@@ -297,7 +298,7 @@ def rollout(model, tokenizer, retriever, documents: Sequence[Document], examples
     cache that hold a token; a token's position is how many precede it (18, 35). Ended rows leave the cache.
     """
     device, retry = model.device, encode(tokenizer, RETRY)
-    read = cache(lambda *ids: tokenizer.decode(ids, skip_special_tokens=True))  # a group often writes the same
+    read = cache(lambda *ids: tokenizer.decode(ids, skip_special_tokens=True))  # a group repeats itself
     past_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     eos = model.generation_config.eos_token_id
     eos = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
@@ -305,14 +306,14 @@ def rollout(model, tokenizer, retriever, documents: Sequence[Document], examples
     for episode in episodes:
         episode.extend(prompt_tokens(tokenizer, episode.example.question))
         episode.status = "truncated" if len(episode.tokens) + cfg.max_new_tokens > cfg.max_length else ""
-    shared = len(os.path.commonprefix([e.tokens[:-1] for e in episodes]))  # instructions: prefilled once for all
-    past, seen = transformers.DynamicCache(), torch.ones(len(episodes), shared, dtype=torch.long, device=device)
+    shared = len(os.path.commonprefix([e.tokens[:-1] for e in episodes]))  # instructions, prefilled once
+    past, seen = transformers.DynamicCache(), torch.ones(len(episodes), shared, device=device).long()
     if shared:
         with autocast(device):
-            model(input_ids=torch.tensor([episodes[0].tokens[:shared]], device=device), use_cache=True,
-                  logits_to_keep=1, **{past_name: past})
+            model(input_ids=torch.tensor([episodes[0].tokens[:shared]], device=device), attention_mask=seen[:1],
+                  use_cache=True, logits_to_keep=1, **{past_name: past})
         past.batch_repeat_interleave(len(episodes))
-    rows, chunks = episodes, [e.tokens[shared:] for e in episodes]  # each row's episode, and what is new to it
+    rows, chunks = episodes, [e.tokens[shared:] for e in episodes]  # each row's episode, what is new to it
     for turn in range(cfg.max_turns + 1):
         keep = [r for r, episode in enumerate(rows) if not episode.status]
         if not keep:
@@ -336,8 +337,7 @@ def rollout(model, tokenizer, retriever, documents: Sequence[Document], examples
                 if writing[r]:
                     written[r].append(t)
                     logps[r].append(chosen[r])
-                    # subtle: a tag may straddle tokens or share its last (Qwen's ">\n"), so the text tells, asked
-                    # whenever a token could end a tag
+                    # subtle: a tag may straddle tokens or share its last (Qwen's ">\n"), so the text is asked
                     writing[r] = t not in eos and not (">" in read(t) and CLOSING.search(read(*written[r])))
             if not any(writing):
                 break
@@ -427,8 +427,8 @@ def grpo_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, 
 def sapo_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, clip_eps=0.2,
               tau=1.0, gamma=0.1) -> Tensor:
     """SAPO (eq. 9-13): GRPO plus one line, which pulls up good episodes' tokens that have become less likely.
-    1. GRPO's gradient on a token is r A: it dies as r falls to 0, and no clip acts on that side. The line's
-       is gamma at any r < tau; the old policy enters through the gate only.
+    1. GRPO's gradient on a token, r A, dies as r falls to 0, and no clip acts on that side. The line's is
+       gamma at any r < tau; the old policy enters through the gate only.
     2. With one update a rollout r is 1, the gate r < 1 is shut, and SAPO is GRPO bit for bit.
     3. The gate sits exactly at r = 1: old_logp must come from the same forward pass, or rounding opens it.
     4. The authors' code gates on A >= 0 and r <= tau and so pushes all-wrong groups up; the paper does not.
@@ -447,12 +447,13 @@ def dspo_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, 
     """DSPO (arXiv 2510.09255, eq. 6, 11): one ratio an episode, its tokens' geometric mean, clipped whole."""
     log_ratio = torch.where(mask.bool(), logp - old_logp, 0.0)  # [B, T]
     ratio = row_mean(log_ratio, mask).clamp(max=20).exp()  # [B] s_i
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages).mean()
+    objective = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages)
+    return -(objective * mask.any(1)).mean()
 
 def kl_loss(logp: Tensor, ref_logp: Tensor, mask: Tensor) -> Tensor:
     """k3 estimate of KL(policy || reference), never negative, averaged as above (Table 4, report 27)."""
-    gap = torch.where(mask.bool(), ref_logp - logp, 0.0)
-    return row_mean(gap.clamp(max=20).exp() - gap - 1, mask).mean()
+    gap = torch.where(mask.bool(), ref_logp - logp, 0.0).clamp(max=20)
+    return row_mean(gap.exp() - gap - 1, mask).mean()
 
 # ==== 9. Training: cold start, then rollout -> advantages -> updates, all of it on disk as it goes ==========
 FILTER_TRIES, DEMONSTRATIONS = 4, 4000  # rollouts to fill a filtered step; demonstrations for the cold start
@@ -532,8 +533,8 @@ def load_agent(cfg: Config) -> tuple[tuple, list[Example], list[Example]]:
 def load_run(folder: str) -> tuple[Config, list[dict]]:
     """A run folder -> (settings, history as from `train`: what was not measured at a step is None)."""
     try:
-        cfg = Config(**json.loads((Path(folder) / "config.json").read_text()))
-        return cfg, env.read_table(Path(folder) / "metrics.csv")
+        settings = json.loads((Path(folder) / "config.json").read_text())
+        return Config(**settings), env.read_table(Path(folder) / "metrics.csv")
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{folder}: it is not the folder of a run, or is damaged ({error}).") from error
 
@@ -608,8 +609,8 @@ def train(cfg: Config, loss_fn: Callable[..., Tensor] | None = None) -> list[dic
     agent, train_examples, test_examples = load_agent(cfg)
     model, tokenizer, retriever, documents = agent
     cfg.out = cfg.resume or env.open_folder(cfg.out, f"{cfg.algo}-s{cfg.seed}")
-    out, settings = Path(cfg.out), json.dumps(asdict(cfg) | {"resume": ""}, indent=1)
-    env.replace_file(out / "config.json", lambda path: path.write_text(settings))
+    out = Path(cfg.out)
+    env.replace_file(out / "config.json", partial(env.write_json, asdict(cfg) | {"resume": ""}))
     if not cfg.resume or cfg.kl_coef:
         cold_start(*agent, train_examples, cfg)
     cold_seconds, reference = time.time() - started, copy.deepcopy(model) if cfg.kl_coef else None
@@ -661,9 +662,8 @@ def train(cfg: Config, loss_fn: Callable[..., Tensor] | None = None) -> list[dic
             "cuda_rng": torch.cuda.get_rng_state_all(), "written": (out / "episodes.jsonl").stat().st_size}))
     guess = evaluate(agent, test_examples, replace(cfg, max_turns=0))[0]["em"]
     bound = env.one_search(retriever, documents, test_examples, cfg.top_k)
-    print(f"{env.compare(looks[0], looks[cfg.steps])}\nBaselines: em {guess:.2f} without a search, at most "
-          f"{bound:.2f} with one search for the question itself.\n{len(test_examples)} test questions, cold "
-          f"start {cold_seconds:.0f} s, all {time.time() - started:.0f} s, run folder {out}")
+    print(env.compare(looks[0], looks[cfg.steps], guess, bound))
+    print(f"Cold start {cold_seconds:.0f} s, all {time.time() - started:.0f} s, run folder {out}")
     return history
 
 # ==== 10. Command line ======================================================================================
