@@ -6,14 +6,18 @@ import itertools
 import json
 import math
 import os
+import pickle
 import random
 import re
 import sys
 import time
+import zipfile
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache, wraps
 from pathlib import Path
 from statistics import fmean
 
@@ -22,6 +26,12 @@ import numpy as np
 
 class UserError(ValueError):
     """Something the user can mend, told in one sentence; the command line prints it and exits with 2."""
+
+
+def remember(function: Callable[..., list]) -> Callable[..., list]:
+    """Keep the results of the last calls; every caller gets a list of its own."""
+    cached = lru_cache(10_000)(lambda *args: tuple(function(*args)))
+    return wraps(function)(lambda *args: list(cached(*args)))
 
 
 def require(condition, sentence: str) -> None:
@@ -126,10 +136,24 @@ def open_folder(chosen: str, kind: str) -> str:
             out = out.with_name(out.name + "+")
         out.mkdir(parents=True, exist_ok=True)
         require(not any(out.iterdir()), f"--out {out}: it is in use; give a new folder, or --resume it.")
-        (out / "episodes.jsonl").touch()
     except OSError as error:
         raise UserError(f"--out {out}: it cannot be written ({error.strerror}); give another.") from error
     return str(out)
+
+
+@contextmanager
+def intact(path: str | Path):
+    """What goes wrong inside means that the file is missing, damaged or foreign: one sentence says so."""
+    try:
+        if Path(path).suffix == ".pt":  # a zip archive; loading does not look at its check sums
+            require(zipfile.ZipFile(path).testzip() is None, f"{path}: it is damaged; delete it.")
+        yield
+    except UserError:
+        raise
+    except (OSError, RuntimeError, EOFError, LookupError, TypeError, ValueError, AttributeError,
+            pickle.PickleError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path}: it is missing, damaged or not sapo_min's ({type(error).__name__}); "
+                        "give another or start anew.") from error
 
 
 def as_answers(value) -> tuple[str, ...]:
@@ -251,6 +275,11 @@ def spans(episode, tokenizer) -> list[dict[str, str]]:
             for by, part in itertools.groupby(zip(episode.tokens, episode.mask), lambda pair: pair[1])]
 
 
+def show_longest(episodes: Sequence, tokenizer) -> str:
+    """The transcript of the first question with the most hops."""
+    return transcript(max(episodes, key=lambda e: len(e.example.searches)), tokenizer)
+
+
 def append_episodes(path: Path, step: int, episodes: Sequence, tokenizer) -> None:
     """One JSON line for each episode."""
     with open(path, "a") as file:
@@ -285,7 +314,7 @@ def compare(before: Mapping, after: Mapping, guess: float, bound: float) -> str:
     """Two summaries as a table, and below it the exact match of a guess and of one fixed search."""
     lines = [f"{'':20}{'before':>9}{'after':>9}"]
     lines += [f"{name:20}{before[name]:9.2f}{after[name]:9.2f}" for name in before]
-    lines.append(f"Baselines: em {guess:.2f} without a search, at most {bound:.2f} with one search for the question.")
+    lines += [f"Baselines: em {guess:.2f} without search, at most {bound:.2f} by one search for the question"]
     return "\n".join(lines)
 
 

@@ -17,7 +17,6 @@ import itertools
 import json
 import math
 import os
-import pickle
 import random
 import re
 import string
@@ -40,7 +39,6 @@ from tqdm import tqdm
 import retriever as env
 from retriever import Document, Example, TfidfRetriever, UserError, require
 
-transformers.utils.logging.disable_progress_bar()
 
 # ==== 1. Settings: a field's sentence is the help of its flag, and the limits named in it hold ==============
 @dataclass
@@ -142,8 +140,9 @@ def load_data(cfg: Config) -> tuple[list[Document], list[Example], list[Example]
         documents, *splits = env.make_world()
     else:
         if cfg.data == "hotpotqa" or cfg.data.endswith(".parquet"):
-            from datasets import load_dataset  # imported late: slow, and the built-in world needs none
+            from datasets import load_dataset, logging  # imported late: it is slow and seldom needed
             try:
+                logging.set_verbosity(logging.CRITICAL)
                 hub = (load_dataset("hotpotqa/hotpot_qa", "distractor") if cfg.data == "hotpotqa"
                        else load_dataset("parquet", data_files=cfg.data))
             except (OSError, ValueError, RuntimeError) as error:
@@ -161,10 +160,9 @@ def load_data(cfg: Config) -> tuple[list[Document], list[Example], list[Example]
 
 # ==== 3. Prompt, tags and policy ============================================================================
 INSTRUCTIONS = (
-    "Answer the question below. Whenever you get new information, first reason about it between <think> and "
-    "</think>. If you lack knowledge, ask the search engine with <search> query </search>; what it finds is "
-    "put between <information> and </information>. Search as often as you need. When you know enough, write "
-    "the answer alone between <answer> and </answer>, for example <answer> Beijing </answer>.\n")
+    "Answer the question below. Whenever you get new information, think about it in <think> and </think>. "
+    "To look something up, write <search> query </search>, as often as you need: the results come between "
+    "<information> and </information>. At the end write the answer alone: <answer> Beijing </answer>.\n")
 RETRY = ("\nThat was not a valid action. To search, put a query between <search> and </search>; to answer, "
          "put the answer between <answer> and </answer>. Try again.\n")
 TAGS = [f"<{slash}{name}>" for name in ("search", "information", "answer") for slash in ("", "/")]
@@ -184,7 +182,7 @@ def parse_action(text: str) -> tuple[str, str]:
             return close[1], content.strip()
     return "invalid", ""
 
-@lru_cache(10_000)
+@env.remember
 def encode(tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
@@ -195,8 +193,7 @@ def as_data(tokenizer, text: str) -> str:
 
 def prompt_tokens(tokenizer, question: str) -> list[int]:
     """An episode's first tokens. The chat template is applied here and never again (report 37).
-    A tokenizer without one (the tiny one) belongs to a model that follows no instructions: it gets none.
-    """
+    A tokenizer without one (the tiny one) belongs to a model that follows no instructions: it gets none."""
     text = f"Question: {as_data(tokenizer, question)}\n"
     if tokenizer.chat_template:
         message = [{"role": "user", "content": INSTRUCTIONS + text}]
@@ -218,8 +215,8 @@ def autocast(device: torch.device):
 def load_policy(cfg: Config) -> tuple[torch.nn.Module, transformers.PreTrainedTokenizerFast]:
     """-> (model, tokenizer), float32 on the device and not cold-started. UserError if it cannot be had.
     "tiny" is a Qwen2 with 0.3M parameters, its tokens are whole words; nothing later knows the difference.
-    Models stay in eval mode: no dropout, no gradient checkpointing (reports 20 and 34).
-    """
+    Models stay in eval mode: no dropout, no gradient checkpointing (reports 20 and 34)."""
+    transformers.utils.logging.disable_progress_bar()
     gpu = torch.cuda.is_available()
     require(gpu or cfg.device != "cuda", "--device cuda: there is no usable CUDA GPU; take --device cpu.")
     if cfg.model == "tiny":
@@ -227,8 +224,7 @@ def load_policy(cfg: Config) -> tuple[torch.nn.Module, transformers.PreTrainedTo
         texts = [f"Doc {n % cfg.top_k + 1}(Title: {d.title}) {d.text}" for n, d in enumerate(documents)]
         texts += [f"Question: {e.question}" for part in splits for e in part] + ["No results found.", RETRY]
         words = Tokenizer(models.WordLevel(unk_token="<unk>"))
-        word = Regex(r"Doc \d+\(Title:|\w+|[^\w\s]")
-        words.pre_tokenizer = pre_tokenizers.Split(word, "removed", invert=True)
+        words.pre_tokenizer = pre_tokenizers.Split(Regex(r"Doc \d+\(Title:|\w+|[^\w\s]"), "removed", True)
         specials = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
         words.train_from_iterator(texts, trainers.WordLevelTrainer(special_tokens=[*specials.values()]))
         tokenizer = transformers.PreTrainedTokenizerFast(
@@ -241,7 +237,7 @@ def load_policy(cfg: Config) -> tuple[torch.nn.Module, transformers.PreTrainedTo
             pad_token_id=0, eos_token_id=1, tie_word_embeddings=True, initializer_range=0.06))
     else:
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.model)
+            tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(cfg.model)  # as saved
             model = transformers.AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
         except (OSError, ValueError) as error:
             raise UserError(f"--model {cfg.model}: it is no model folder, and no hub model in reach; check "
@@ -256,8 +252,7 @@ def normalize_answer(text: str) -> str:
 
 def exact_match(prediction: str, answers) -> float:
     """1.0 if the prediction equals a gold answer, both normalised; an empty one equals none."""
-    prediction = normalize_answer(prediction)
-    return float(prediction != "" and prediction in map(normalize_answer, env.as_answers(answers)))
+    return float(normalize_answer(prediction) in {*map(normalize_answer, env.as_answers(answers))} - {""})
 
 def f1_score(prediction: str, answers) -> float:
     """Token F1 after normalising, the best over the gold answers; yes and no count only as a whole."""
@@ -276,7 +271,7 @@ class Episode:
     tokens: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)  # 1 = the model wrote it, 0 = the environment did
     logps: list[float] = field(default_factory=list)  # the sampler's own log-probabilities, 0 where mask is 0
-    status: str = ""  # one of env.STATUSES once it has ended
+    status: str = ""  # once it has ended, one of env.STATUSES
     queries: list[str] = field(default_factory=list)
     answer: str = ""
     reward: float = 0.0  # em or f1, as the settings say
@@ -289,14 +284,13 @@ class Episode:
         self.mask += [int(logps is not None)] * len(tokens)
         self.logps += [0.0] * len(tokens) if logps is None else logps
 
-@torch.inference_mode()
+@torch.no_grad()
 def rollout(model, tokenizer, retriever, documents: Sequence[Document], examples: Sequence[Example],
             cfg: Config, greedy: bool = False) -> list[Episode]:
     """Play one episode for each example, side by side -> the episodes, in the examples' order.
     The key-value cache lives through all turns. A turn feeds only what is new, the last token of the turn
     before and the environment's reply, as one left-padded chunk. `seen` [rows, slots] marks the slots of the
-    cache that hold a token; a token's position is how many precede it (18, 35). Ended rows leave the cache.
-    """
+    cache that hold a token; a token's position is how many precede it (18, 35). Ended rows leave it."""
     device, retry = model.device, encode(tokenizer, RETRY)
     read = cache(lambda *ids: tokenizer.decode(ids, skip_special_tokens=True))  # a group repeats itself
     past_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
@@ -310,8 +304,8 @@ def rollout(model, tokenizer, retriever, documents: Sequence[Document], examples
     past, seen = transformers.DynamicCache(), torch.ones(len(episodes), shared, device=device).long()
     if shared:
         with autocast(device):
-            model(input_ids=torch.tensor([episodes[0].tokens[:shared]], device=device), attention_mask=seen[:1],
-                  use_cache=True, logits_to_keep=1, **{past_name: past})
+            prefix = torch.tensor([episodes[0].tokens[:shared]], device=device)  # [1, shared]
+            model(input_ids=prefix, attention_mask=seen[:1], use_cache=True, **{past_name: past})
         past.batch_repeat_interleave(len(episodes))
     rows, chunks = episodes, [e.tokens[shared:] for e in episodes]  # each row's episode, what is new to it
     for turn in range(cfg.max_turns + 1):
@@ -367,14 +361,13 @@ def rollout(model, tokenizer, retriever, documents: Sequence[Document], examples
     return episodes
 
 # ==== 6. Log-probabilities: the one forward pass of training, for old and new alike =========================
-LOGIT_ROWS = 1024  # tokens whose logits are alive at once: [1024, 151936] float32 is 0.6 GB (report 32)
+LOGIT_ROWS = 1024  # tokens whose logits live at once, 0.6 GB for Qwen; the backward pass remakes them (32)
 
 def token_logprobs(model, tokens: Tensor, lengths: Tensor, temperature: float,
                    mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Right-padded tokens [B, T], lengths [B] -> (logp, entropy), both [B, T-1]: column t is token t + 1's.
     With `mask` [B, T], logits are made for the tokens it marks only; elsewhere and in the padding both are 0.
-    logp is differentiable; float32 log-softmax at the sampler's temperature (reports 15 and 21).
-    """
+    logp is differentiable; float32 log-softmax at the sampler's temperature (reports 15 and 21)."""
     places = torch.arange(tokens.shape[1], device=tokens.device)
     real = places < lengths[:, None]  # [B, T] by length, never by token id: pad may equal EOS (report 17)
     with autocast(tokens.device):
@@ -386,7 +379,6 @@ def token_logprobs(model, tokens: Tensor, lengths: Tensor, temperature: float,
             logits = model.get_output_embeddings()(hidden)  # [n, vocabulary]
         logp = (logits.float() / temperature).log_softmax(-1)
         return logp.gather(1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1).detach()
-    # checkpoint: the backward pass makes each chunk's logits again instead of keeping them all
     chunks = zip(hidden[:, :-1][wanted].split(LOGIT_ROWS), tokens[:, 1:][wanted].split(LOGIT_ROWS))
     parts = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     return tuple(torch.zeros(wanted.shape, device=tokens.device).masked_scatter(wanted, torch.cat(part))
@@ -469,13 +461,10 @@ def micro_batches(episodes: Sequence[Episode], rows: Sequence[int], cfg: Config,
         yield part, tokens, torch.tensor(lengths, device=device), mask
 
 def cold_start(model, tokenizer, retriever, documents, train_examples, cfg: Config) -> None:
-    """Teach `model`, in place, tags and copying on imperfect demonstrations, or take it from the disk cache.
-    The cache's key holds all that shapes the result, so runs that differ in loss start from the same policy.
-    """
-    if not cfg.cold_start_steps:
-        return
+    """Teach `model`, in place, tags and copying on imperfect demonstrations, or take it from the disk cache,
+    whose key holds all that shapes the result: runs that differ in loss start from the same policy."""
     rng, demos = random.Random(cfg.seed), []
-    for example in rng.choices(train_examples, k=DEMONSTRATIONS):
+    for example in rng.choices(train_examples, k=DEMONSTRATIONS if cfg.cold_start_steps else 0):
         episode = Episode(example)
         episode.extend(prompt_tokens(tokenizer, example.question))
         *searches, last = env.demonstration(example, train_examples, rng)
@@ -484,7 +473,7 @@ def cold_start(model, tokenizer, retriever, documents, train_examples, cfg: Conf
             if kind == "search":
                 episode.extend(observation_tokens(tokenizer, retriever, documents, content, cfg))
         demos += [episode] if len(episode.tokens) <= cfg.max_length else []
-    require(demos, "--max_length: no env.demonstration fits into it; raise it.")
+    require(demos or not cfg.cold_start_steps, "--max_length: no demonstration fits into it; raise it.")
     key = hashlib.sha256(repr([
         cfg.seed, cfg.temperature, cfg.micro_batch_size, cfg.cold_start_steps, cfg.cold_start_batch_size,
         cfg.cold_start_lr, [(e.tokens, e.mask) for e in demos], torch.__version__, str(model.device),
@@ -495,7 +484,8 @@ def cold_start(model, tokenizer, retriever, documents, train_examples, cfg: Conf
     file = folder / f"{key.hexdigest()[:32]}.pt"
     if file.exists():
         print(f"Cold start: taken from {file}")
-        model.load_state_dict(torch.load(file, map_location=model.device, weights_only=True))
+        with env.intact(file):
+            model.load_state_dict(torch.load(file, map_location=model.device, weights_only=True))
         return
     peak = cfg.cold_start_lr / max(1, sum(p.numel() for p in model.parameters()) / 1e6) ** 0.5
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
@@ -512,8 +502,9 @@ def cold_start(model, tokenizer, retriever, documents, train_examples, cfg: Conf
         optimizer.step()
         optimizer.zero_grad()
         bar.set_postfix(loss=f"{loss.item():.2f}", refresh=False)
-    folder.mkdir(parents=True, exist_ok=True)
-    env.replace_file(file, partial(torch.save, model.state_dict()))
+    if demos:
+        folder.mkdir(parents=True, exist_ok=True)
+        env.replace_file(file, partial(torch.save, model.state_dict()))
 
 def evaluate(agent: tuple, examples: Sequence[Example], cfg: Config) -> tuple[dict, list[Episode]]:
     """Greedy, every example, in order (report 40) -> (summary, episodes). `agent` comes from load_agent."""
@@ -532,20 +523,17 @@ def load_agent(cfg: Config) -> tuple[tuple, list[Example], list[Example]]:
 
 def load_run(folder: str) -> tuple[Config, list[dict]]:
     """A run folder -> (settings, history as from `train`: what was not measured at a step is None)."""
-    try:
-        settings = json.loads((Path(folder) / "config.json").read_text())
-        return Config(**settings), env.read_table(Path(folder) / "metrics.csv")
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{folder}: it is not the folder of a run, or is damaged ({error}).") from error
+    with env.intact(folder):
+        cfg = Config(**json.loads((Path(folder) / "config.json").read_text()))
+        cfg.check()
+        return cfg, env.read_table(Path(folder) / "metrics.csv")
 
 def load_checkpoint(cfg: Config) -> dict:
     """The state of run cfg.resume, read without running code in it. UserError unless whole and fitting."""
     path = Path(cfg.resume) / "checkpoint.pt"
-    try:
+    with env.intact(path):
         state = torch.load(path, map_location="cpu", weights_only=True)
-        saved, step = state["config"], state["history"][-1]["step"]
-    except (OSError, RuntimeError, EOFError, LookupError, TypeError, ValueError, pickle.PickleError) as error:
-        raise UserError(f"{path}: it is missing, damaged or not sapo_min's; start a new run.") from error
+        saved, step = dict(state["config"]), state["history"][-1]["step"]
     for name, value in asdict(cfg).items():
         require(name in ("steps", "device", "out", "resume") or saved.get(name) == value,
                 f"{path}: it was made with --{name} {saved.get(name)}, not {value}; leave that as it was.")
@@ -558,8 +546,8 @@ def sample_groups(agent: tuple, examples: Sequence[Example], step: int, cfg: Con
     """-> (groups to train on, all groups): G episodes of one question, kept apart by index (report 24)."""
     groups, everything, dynamic = [], [], cfg.dynamic_filter or cfg.algo == "dspo"
     for attempt in range(FILTER_TRIES if dynamic else 1):
-        rng = random.Random(f"{cfg.seed} {step} {attempt}")  # needs no state: a resumed run draws the same
-        asked = rng.sample(examples, min(cfg.questions_per_step - len(groups), len(examples)))
+        rng, missing = random.Random(f"{cfg.seed} {step} {attempt}"), cfg.questions_per_step - len(groups)
+        asked = rng.sample(examples, min(missing, len(examples)))  # no state: a resumed run draws the same
         episodes = rollout(*agent, [example for example in asked for _ in range(cfg.group_size)], cfg)
         sampled = [episodes[i: i + cfg.group_size] for i in range(0, len(episodes), cfg.group_size)]
         everything += sampled
@@ -601,27 +589,29 @@ def update(model, reference, optimizer, episodes, advantages: Tensor, loss_fn: C
 def train(cfg: Config, loss_fn: Callable[..., Tensor] | None = None) -> list[dict]:
     """Train as `cfg` says into the folder `cfg.out`, set if empty -> the history, a dict of METRICS a step.
     `loss_fn(logp, old_logp, advantages, mask) -> scalar`, a mean over rows, replaces the algorithm's. Step
-    0 is the evaluation before training. All is on disk after each step, so that `resume` goes on exactly.
-    """
+    0 is the evaluation before training. All is on disk after each step, so that `resume` goes on exactly."""
     cfg.check()
-    started, state = time.time(), load_checkpoint(cfg) if cfg.resume else {"looks": {}, "history": []}
-    looks, history, warned = state["looks"], state["history"], set()
+    started, state = time.time(), load_checkpoint(cfg) if cfg.resume else None
+    looks, history, warned = {}, [], set()
     agent, train_examples, test_examples = load_agent(cfg)
     model, tokenizer, retriever, documents = agent
     cfg.out = cfg.resume or env.open_folder(cfg.out, f"{cfg.algo}-s{cfg.seed}")
     out = Path(cfg.out)
-    env.replace_file(out / "config.json", partial(env.write_json, asdict(cfg) | {"resume": ""}))
     if not cfg.resume or cfg.kl_coef:
         cold_start(*agent, train_examples, cfg)
     cold_seconds, reference = time.time() - started, copy.deepcopy(model) if cfg.kl_coef else None
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
     torch.manual_seed(cfg.seed)
     if cfg.resume:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["rng"])
-        torch.cuda.set_rng_state_all(state["cuda_rng"])
-        os.truncate(out / "episodes.jsonl", state["written"])
+        with env.intact(out / "checkpoint.pt"):
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            torch.set_rng_state(state["rng"])
+            torch.cuda.set_rng_state_all(state["cuda_rng"])
+            os.truncate(out / "episodes.jsonl", state["written"])
+            looks, history = state["looks"], state["history"]
+    env.replace_file(out / "config.json", partial(env.write_json, asdict(cfg) | {"resume": ""}))
+    (out / "episodes.jsonl").touch()
     loss_fn = loss_fn or {"grpo": partial(grpo_loss, clip_eps=cfg.clip_eps),
                           "sapo": partial(sapo_loss, clip_eps=cfg.clip_eps, tau=cfg.tau, gamma=cfg.gamma),
                           "dspo": dspo_loss}[cfg.algo]
@@ -652,8 +642,7 @@ def train(cfg: Config, loss_fn: Callable[..., Tensor] | None = None) -> list[dic
                 for part in (model, tokenizer):  # the best yet, for --model (report 42)
                     part.save_pretrained(out / "best")
             if step in (0, cfg.steps):
-                longest = max(episodes, key=lambda e: len(e.example.searches))
-                tqdm.write(f"\nAfter {step} steps:\n{env.transcript(longest, tokenizer)}\n")
+                tqdm.write(f"\nAfter {step} steps:\n{env.show_longest(episodes, tokenizer)}\n")
         history.append({name: row.get(name) for name in env.METRICS})
         env.replace_file(out / "metrics.csv", partial(env.write_table, history))
         env.replace_file(out / "checkpoint.pt", partial(torch.save, {
@@ -662,7 +651,7 @@ def train(cfg: Config, loss_fn: Callable[..., Tensor] | None = None) -> list[dic
             "cuda_rng": torch.cuda.get_rng_state_all(), "written": (out / "episodes.jsonl").stat().st_size}))
     guess = evaluate(agent, test_examples, replace(cfg, max_turns=0))[0]["em"]
     bound = env.one_search(retriever, documents, test_examples, cfg.top_k)
-    print(env.compare(looks[0], looks[cfg.steps], guess, bound))
+    print(env.compare(looks[0], looks[max(looks)], guess, bound))
     print(f"Cold start {cold_seconds:.0f} s, all {time.time() - started:.0f} s, run folder {out}")
     return history
 
@@ -694,7 +683,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("Again: python sapo_min.py", *argv)
         else:
             state, (agent, _, _) = load_checkpoint(cfg), load_agent(cfg)
-            agent[0].load_state_dict(state["model"])
+            with env.intact(Path(run) / "checkpoint.pt"):
+                agent[0].load_state_dict(state["model"])
             print(env.transcript(rollout(*agent, [Example(question, ())], cfg, greedy=True)[0], agent[1]))
     except UserError as error:
         print(f"sapo_min: {error}", file=sys.stderr)
