@@ -141,6 +141,15 @@ def open_folder(chosen: str, kind: str) -> str:
     return str(out)
 
 
+def keep(path: Path, write: Callable[[Path], object]) -> None:
+    """Put a file into a cache; that it cannot be written is worth a line, not the end."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, write)
+    except (OSError, RuntimeError) as error:
+        print(f"{path}: it cannot be written ({type(error).__name__}), so the next run starts cold again.")
+
+
 @contextmanager
 def intact(path: str | Path):
     """What goes wrong inside means that the file is missing, damaged or foreign: one sentence says so."""
@@ -164,7 +173,8 @@ def as_answers(value) -> tuple[str, ...]:
     """
     if isinstance(value, str | int) or isinstance(value, float) and math.isfinite(value):
         return (str(value),)
-    value = value.tolist() if isinstance(value, np.ndarray) else value
+    if isinstance(value, np.ndarray | np.generic):
+        return as_answers(value.tolist())
     value = list(value.values()) if isinstance(value, Mapping) else value
     require(isinstance(value, list | tuple), f"an answer must be text or a list of texts, not {value!r}.")
     return tuple(answer for part in value for answer in as_answers(part))
@@ -214,7 +224,7 @@ def read_document(where: str, row: Mapping) -> Document:
     title, text = row.get("title") or "", row.get("text")
     if isinstance(row.get("contents"), str):
         title, newline, text = row["contents"].partition("\n")
-        title, text = (re.sub('^"(.*)"$', r"\1", title), text) if newline else ("", title)
+        title, text = (re.sub('^"(.*)"$', r"\1", title.strip()), text) if newline else ("", title)
     require(isinstance(title, str) and isinstance(text, str) and text.strip(),
             f'{where}: a document needs a text, in "contents" or in "title" and "text"; mend or remove it.')
     return Document(title.strip(), text.strip())
@@ -227,15 +237,15 @@ def read_example(where: str, row: Mapping) -> tuple[Example, list[Document]]:
         answers = as_answers(row["golden_answers"] if "golden_answers" in row else row["answer"])
         facts, context = row.get("supporting_facts") or [], row.get("context") or []
         titles = dict.fromkeys(facts["title"] if isinstance(facts, Mapping) else [fact[0] for fact in facts])
-        "".join(titles)  # a TypeError unless all are text
+        require(all(title.strip() for title in titles), "a title in supporting_facts is empty")
         if isinstance(context, Mapping):
-            parts = zip(context["title"], context["sentences"])
+            parts = zip(context["title"], context["sentences"], strict=True)
             context = [{"title": title, "text": "".join(sentences)} for title, sentences in parts]
-        documents = [read_document(where, part) for part in context if part.get("text") != ""]
-    except (KeyError, TypeError, AttributeError, IndexError, UserError) as error:
+        documents = [read_document(where, part) for part in context if str(part.get("text")).strip()]
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise UserError(f'{where}: it needs "question" (text) and "golden_answers" (texts), a "context" '
                         f"as in HotpotQA or none ({type(error).__name__}: {error}).") from error
-    require(question and answers, f"{where}: the question or its answers are empty; fill or remove the row.")
+    require(question and any(answers), f"{where}: the question or its answers are empty; fill or remove it.")
     return Example(question, answers, tuple(titles)), documents
 
 

@@ -53,7 +53,7 @@ class Config:
     "The documents, a .jsonl file; empty takes those that come with the questions."
     device: str = "auto"
     "Where to compute (auto | cpu | cuda)."
-    steps: int = 100
+    steps: int = 120
     "Training steps, each one rollout and minibatches x epochs updates (at least 0)."
     questions_per_step: int = 16
     "Questions a step (at least 1)."
@@ -91,7 +91,7 @@ class Config:
     "Tokens a retrieval may take up, its tags included (at least 1)."
     max_length: int = 512
     "Tokens an episode may have (at least 2)."
-    cold_start_steps: int = 300
+    cold_start_steps: int = 400
     "Supervised steps on imperfect demonstrations before training (at least 0)."
     cold_start_batch_size: int = 32
     "Demonstrations a cold-start step (at least 1)."
@@ -463,8 +463,10 @@ def micro_batches(episodes: Sequence[Episode], rows: Sequence[int], cfg: Config,
 def cold_start(model, tokenizer, retriever, documents, train_examples, cfg: Config) -> None:
     """Teach `model`, in place, tags and copying on imperfect demonstrations, or take it from the disk cache,
     whose key holds all that shapes the result: runs that differ in loss start from the same policy."""
+    if not cfg.cold_start_steps:
+        return
     rng, demos = random.Random(cfg.seed), []
-    for example in rng.choices(train_examples, k=DEMONSTRATIONS if cfg.cold_start_steps else 0):
+    for example in rng.choices(train_examples, k=DEMONSTRATIONS):
         episode = Episode(example)
         episode.extend(prompt_tokens(tokenizer, example.question))
         *searches, last = env.demonstration(example, train_examples, rng)
@@ -473,7 +475,7 @@ def cold_start(model, tokenizer, retriever, documents, train_examples, cfg: Conf
             if kind == "search":
                 episode.extend(observation_tokens(tokenizer, retriever, documents, content, cfg))
         demos += [episode] if len(episode.tokens) <= cfg.max_length else []
-    require(demos or not cfg.cold_start_steps, "--max_length: no demonstration fits into it; raise it.")
+    require(demos, "--max_length: no demonstration fits into it; raise it.")
     key = hashlib.sha256(repr([
         cfg.seed, cfg.temperature, cfg.micro_batch_size, cfg.cold_start_steps, cfg.cold_start_batch_size,
         cfg.cold_start_lr, [(e.tokens, e.mask) for e in demos], torch.__version__, str(model.device),
@@ -502,9 +504,7 @@ def cold_start(model, tokenizer, retriever, documents, train_examples, cfg: Conf
         optimizer.step()
         optimizer.zero_grad()
         bar.set_postfix(loss=f"{loss.item():.2f}", refresh=False)
-    if demos:
-        folder.mkdir(parents=True, exist_ok=True)
-        env.replace_file(file, partial(torch.save, model.state_dict()))
+    env.keep(file, partial(torch.save, model.state_dict()))
 
 def evaluate(agent: tuple, examples: Sequence[Example], cfg: Config) -> tuple[dict, list[Episode]]:
     """Greedy, every example, in order (report 40) -> (summary, episodes). `agent` comes from load_agent."""
