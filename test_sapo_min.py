@@ -543,10 +543,6 @@ def control_tokens(tokenizer, ids):
     control = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()} - {tokenizer.unk_token_id}
     return Counter(i for i in ids if i in control)
 
-def test_the_end_of_a_tag_merges_with_newlines_as_in_qwen(bpe_tokenizer):  # report 4
-    bare, whole = encode(bpe_tokenizer, "</search>"), encode(bpe_tokenizer, "</search>\n\n")
-    assert len(bare) == len(whole) and bare[:-1] == whole[:-1] and bpe_tokenizer.decode(whole[-1:]) == ">\n\n"
-    assert bpe_tokenizer.eos_token_id in encode(bpe_tokenizer, "x<|im_end|>")  # text that is not taken apart is dangerous
 
 @prop(max_examples=150)
 @given(texts=st.lists(tag_soup, min_size=1, max_size=3), limit=st.integers(1, 120))
@@ -1231,6 +1227,12 @@ def test_any_number_of_minibatches_will_do(tiny, batch, minibatches, epochs, siz
     _, row, steps = learn(tiny, batch, cfg, lr=1e-4, loss_fn=loss_fn)
     assert seen == [n for size in sizes for n in [2] * (size // 2) + [1] * (size % 2)]  # once a micro-batch
     assert steps == len(sizes) and all(math.isfinite(value) for value in row.values())
+
+def test_minibatches_are_shuffled(tiny, batch, monkeypatch):
+    orders, cut = [], s.micro_batches
+    monkeypatch.setattr(s, "micro_batches", lambda e, rows, *more: orders.append(rows) or cut(e, rows, *more))
+    learn(tiny, batch, small(minibatches=1))
+    assert sorted(orders[0]) == [*range(10)] != orders[0]
 
 def test_a_custom_loss_is_what_is_minimised(tiny, batch):
     def sgd(loss_fn):
