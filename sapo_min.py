@@ -539,7 +539,7 @@ def load_checkpoint(cfg: Config) -> dict:
                 f"{path}: it was made with --{name} {saved.get(name)}, not {value}; leave that as it was.")
     require(cfg.steps >= step, f"--steps {cfg.steps}: the run has done {step} steps already; give more.")
     if cfg.steps != saved["steps"]:
-        print(f"--steps {saved['steps']} -> {cfg.steps}: from here on, lr falls as if that had been the plan.")
+        print(f"--steps {saved['steps']} -> {cfg.steps}: from here on lr falls as if that had been planned.")
     return state
 
 def sample_groups(agent: tuple, examples: Sequence[Example], step: int, cfg: Config) -> tuple[list, list]:
