@@ -1,6 +1,6 @@
 """Tests of sapo_min.py and retriever.py: python -m pytest -q
 
-A comment "report N" names the fault, met by users of such trainers, that the test keeps out. No downloads.
+A comment "report N" names the fault, met by users of such trainers, that the test keeps out. Offline.
 """
 import ast
 import copy
@@ -990,6 +990,7 @@ def fork_all():
             try:
                 for number, kind in enumerate(("out", "err"), 1):
                     os.dup2(os.open(f"{name}.{kind}", os.O_CREAT | os.O_WRONLY), number)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 die(name)
                 code = s.main([*SMALL_FLAGS, *COMMANDS.get(name, LONGER), "--out", name])
                 sys.stdout.flush()
