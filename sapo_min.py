@@ -671,7 +671,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = vars(parser.parse_args(argv))
         question, preset, run = given.pop("ask", None), given.pop("preset", None), given.get("resume")
         require(question is None or run, "--ask: say whose agent, with --resume RUN_FOLDER.")
-        require(preset is None or not run, "--preset: a resumed run has its own settings; leave it out.")
+        require(not run or not preset and "out" not in given, "--preset, --out: a run has its own; omit.")
         if not run and preset is None:
             room = torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > 14 * 2**30
             preset, why = ("qwen", "there is a") if room else ("tiny", "there is no")

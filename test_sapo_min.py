@@ -96,7 +96,7 @@ def test_an_action_is_the_pair_that_closes_first_from_its_last_opening_tag(text,
     ("<ans<information>i</information>wer>x</answer>", "invalid", ""),  # nor does removing it make a tag
     ("<answer>x</ans<information></information>wer>", "invalid", ""),
     ("<search>x<<information></information>/search>", "invalid", "")])
-def test_information_the_model_wrote_is_ignored(text, kind, content):  # report 3
+def test_the_models_information_is_ignored(text, kind, content):  # report 3
     assert parse_action(text) == (kind, content)
 
 def parse_by_brute_force(text):
@@ -1067,7 +1067,7 @@ def test_every_status_comes_about_as_the_protocol_says(name, tiny):  # reports 2
     assert len(e.logps) == len(mask) and all(p <= 0 and (m or p == 0) for p, m in zip(e.logps, mask))
 
 @pytest.mark.parametrize("turn", [None, ASK, "<eos>"])
-def test_an_episode_is_truncated_when_the_next_turn_would_not_fit(turn, tiny):  # report 5
+def test_an_episode_is_truncated_if_no_turn_fits(turn, tiny):  # report 5
     cfg, question, encode = s.Config(max_turns=1), "Who wrote The Silver River?", partial(s.encode, tiny[1])
     length, turns = len(s.prompt_tokens(tiny[1], question)), [TELL]
     if turn:
@@ -1079,7 +1079,7 @@ def test_an_episode_is_truncated_when_the_next_turn_would_not_fit(turn, tiny):  
     assert runs(fits, 1) == [encode(turn) for turn in turns]
     assert runs(cut, 1) == [encode(turn) for turn in turns[:-1]] and len(cut.mask) == len(cut.tokens)
 
-def test_rows_that_end_at_different_turns_do_not_disturb_each_other(tiny):  # reports 2, 35
+def test_rows_do_not_disturb_each_other(tiny):  # reports 2, 35
     turns = {f"Who wrote The Silver {word}?": own for word, own in {
         "River": [ASK, ASK, TELL], "Garden": [TELL], "Tower": ["<eos>", ASK, FULL, TELL],
         "Mirror": [ASK, TELL], "Winter": [ASK] * 4, "Bridge": [FULL, TELL]}.items()}
@@ -1209,7 +1209,7 @@ def distance(one, two):
     return max((a - b).abs().max().item() for a, b in zip(one.parameters(), two.parameters()))
 
 @pytest.mark.parametrize("micro", [1, 3, 64])
-def test_the_ratio_is_exactly_one_until_the_policy_moves(tiny, batch, micro):  # reports 19, 20, 21, 25
+def test_the_ratio_is_one_until_the_policy_moves(tiny, batch, micro):  # reports 19, 20, 21, 25
     once = small(minibatches=1, micro_batch_size=micro)
     often = replace(once, minibatches=4, epochs=2)
     for cfg, lr in ((once, 0.1), (often, 0.0)):
@@ -1565,6 +1565,7 @@ def test_a_damaged_run_folder_is_refused(name, text, copied, capsys):
     ("--resume run --lr 0.1", "--lr"), ("--resume run --algo grpo", "--algo"), ("--resume run --seed 1",
         "--seed"),
     ("--resume run --steps 1", "--steps"), ("--resume run --preset tiny", "--preset"),
+    ("--resume run --out o", "--out"),
     ("--resume nowhere", "nowhere"), ("--resume run/config.json", "run/config.json"), ("--resume run/best",
         "run"),
     ("--ask Who?", "--resume"), ("--ask Who? --resume nowhere", "nowhere")])
