@@ -1,6 +1,6 @@
 """The environment of sapo_min.py: documents, questions, and an exact TF-IDF search engine on numpy.
 
-Three parts: a fictional world that needs no download, the file formats of the field, and `TfidfRetriever`.
+1 a fictional world, 2 files and their formats, 3 what a run shows and writes, 4 TF-IDF.
 """
 import itertools
 import json
@@ -145,7 +145,9 @@ def keep(path: Path, write: Callable[[Path], object]) -> None:
     """Put a file into a cache; that it cannot be written is worth a line, not the end."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, write)
+        part = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # two runs may start cold at the same time
+        write(part)
+        os.replace(part, path)
     except (OSError, RuntimeError) as error:
         print(f"{path}: it cannot be written ({type(error).__name__}), so the next run starts cold again.")
 

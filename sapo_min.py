@@ -293,7 +293,6 @@ def rollout(model, tokenizer, retriever, documents: Sequence[Document], examples
     cache that hold a token; a token's position is how many precede it (18, 35). Ended rows leave it."""
     device, retry = model.device, encode(tokenizer, RETRY)
     read = cache(lambda *ids: tokenizer.decode(ids, skip_special_tokens=True))  # a group repeats itself
-    past_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     eos = model.generation_config.eos_token_id
     eos = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
     episodes = [Episode(example) for example in examples]
@@ -302,10 +301,11 @@ def rollout(model, tokenizer, retriever, documents: Sequence[Document], examples
         episode.status = "truncated" if len(episode.tokens) + cfg.max_new_tokens > cfg.max_length else ""
     shared = len(os.path.commonprefix([e.tokens[:-1] for e in episodes]))  # instructions, prefilled once
     past, seen = transformers.DynamicCache(), torch.ones(len(episodes), shared, device=device).long()
+    memory = {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": past}
     if shared:
         with autocast(device):
             prefix = torch.tensor([episodes[0].tokens[:shared]], device=device)  # [1, shared]
-            model(input_ids=prefix, attention_mask=seen[:1], use_cache=True, **{past_name: past})
+            model(input_ids=prefix, attention_mask=seen[:1], use_cache=True, logits_to_keep=1, **memory)
         past.batch_repeat_interleave(len(episodes))
     rows, chunks = episodes, [e.tokens[shared:] for e in episodes]  # each row's episode, what is new to it
     for turn in range(cfg.max_turns + 1):
@@ -323,7 +323,7 @@ def rollout(model, tokenizer, retriever, documents: Sequence[Document], examples
             positions = (seen.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1]:]  # [rows, width]
             with autocast(device):
                 logits = model(input_ids=tokens, attention_mask=seen, position_ids=positions, use_cache=True,
-                               logits_to_keep=1, **{past_name: past}).logits[:, -1]  # [rows, vocabulary]
+                               logits_to_keep=1, **memory).logits[:, -1]  # [rows, vocabulary]
             logp = (logits.float() / cfg.temperature).log_softmax(-1)
             token = logp.argmax(-1) if greedy else torch.multinomial(logp.exp(), 1)[:, 0]  # [rows]
             chosen = logp.gather(1, token[:, None])[:, 0].tolist()
@@ -533,11 +533,11 @@ def load_checkpoint(cfg: Config) -> dict:
     path = Path(cfg.resume) / "checkpoint.pt"
     with env.intact(path):
         state = torch.load(path, map_location="cpu", weights_only=True)
-        saved, step = dict(state["config"]), state["history"][-1]["step"]
+        saved, step, looks = dict(state["config"]), state["history"][-1]["step"], dict(state["looks"])
     for name, value in asdict(cfg).items():
         require(name in ("steps", "device", "out", "resume") or saved.get(name) == value,
                 f"{path}: it was made with --{name} {saved.get(name)}, not {value}; leave that as it was.")
-    require(cfg.steps >= step, f"--steps {cfg.steps}: the run has done {step} steps already; give more.")
+    require(cfg.steps > step or cfg.steps in looks, f"--steps {cfg.steps}: {step} are done; give more.")
     if cfg.steps != saved["steps"]:
         print(f"--steps {saved['steps']} -> {cfg.steps}: from here on lr falls as if that had been planned.")
     return state
@@ -651,7 +651,7 @@ def train(cfg: Config, loss_fn: Callable[..., Tensor] | None = None) -> list[dic
             "cuda_rng": torch.cuda.get_rng_state_all(), "written": (out / "episodes.jsonl").stat().st_size}))
     guess = evaluate(agent, test_examples, replace(cfg, max_turns=0))[0]["em"]
     bound = env.one_search(retriever, documents, test_examples, cfg.top_k)
-    print(env.compare(looks[0], looks[max(looks)], guess, bound))
+    print(env.compare(looks[0], looks[cfg.steps], guess, bound))
     print(f"Cold start {cold_seconds:.0f} s, all {time.time() - started:.0f} s, run folder {out}")
     return history
 
