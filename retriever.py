@@ -2,6 +2,8 @@
 
 1 a fictional world, 2 files and their formats, 3 what a run shows and writes, 4 TF-IDF.
 """
+import argparse
+import hashlib
 import itertools
 import json
 import math
@@ -15,8 +17,8 @@ import zipfile
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
 from functools import lru_cache, wraps
 from pathlib import Path
 from statistics import fmean
@@ -40,6 +42,32 @@ def require(condition, sentence: str) -> None:
         raise UserError(sentence)
 
 
+LIMIT = re.compile(r"\((\w+ \| [\w| ]+)\)|\(at least (\d)\)|\((above 0)\)")
+
+
+def check_limits(values: Mapping, sentences: Mapping[str, str]) -> None:
+    """UserError for the first setting that breaks the limit in its sentence, as (a | b) or (at least 1)."""
+    for name, sentence in sentences.items():
+        value, limit = values[name], LIMIT.search(sentence)
+        choices, least, above = limit.groups() if limit else (None, None, None)
+        fits = (value in choices.split(" | ") if choices else int(least) <= value < math.inf if least else
+                0 < value < math.inf if above else True)
+        require(fits, f"--{name} {value}: it must be {limit and limit[0][1:-1]}.")
+
+
+def read_flags(argv: Sequence[str], description: str, config: type, sentences: Mapping[str, str]) -> dict:
+    """The command line -> the flags given, of --preset, --ask and one for every field of the dataclass."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False,
+                                     argument_default=argparse.SUPPRESS)
+    parser.add_argument("--preset", help="The settings to start from (tiny | qwen).")
+    parser.add_argument("--ask", metavar="QUESTION", help="Let the agent of --resume RUN_FOLDER answer it.")
+    for f in fields(config):
+        how = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": f.type}
+        parser.add_argument(f"--{f.name}", help=f"{sentences[f.name]} [{f.default!r}]", **how)
+    parser.error = lambda message: require(False, f"{message}; --help lists the flags.")
+    return vars(parser.parse_args(argv))
+
+
 # ==== 1. The built-in world =================================================================================
 @dataclass(frozen=True)
 class Document:
@@ -52,6 +80,7 @@ class Example:
     question: str
     answers: tuple[str, ...]
     searches: tuple[str, ...] = ()  # the queries that lead to the answer, one a hop, where they are known
+    kind: str = ""  # the type of question, where the data tells one
 
 
 # Every name is a pair of these words and every pair is a name: half a name finds the wrong document, and no
@@ -136,6 +165,7 @@ def open_folder(chosen: str, kind: str) -> str:
             out = out.with_name(out.name + "+")
         out.mkdir(parents=True, exist_ok=True)
         require(not any(out.iterdir()), f"--out {out}: it is in use; give a new folder, or --resume it.")
+        (out / "episodes.jsonl").touch()
     except OSError as error:
         raise UserError(f"--out {out}: it cannot be written ({error.strerror}); give another.") from error
     return str(out)
@@ -152,6 +182,15 @@ def keep(path: Path, write: Callable[[Path], object]) -> None:
         print(f"{path}: it cannot be written ({type(error).__name__}), so the next run starts cold again.")
 
 
+def cache_file(parts: Sequence, arrays: Iterable[np.ndarray]) -> Path:
+    """A file of the disk cache, named by a hash of all that shapes what is kept in it."""
+    key = hashlib.sha256(repr(parts).encode())
+    for values in arrays:
+        key.update(values.tobytes())
+    folder = Path(os.environ.get("SAPO_MIN_CACHE") or Path.home() / ".cache" / "sapo_min")
+    return folder / f"{key.hexdigest()[:32]}.pt"
+
+
 @contextmanager
 def intact(path: str | Path):
     """What goes wrong inside means that the file is missing, damaged or foreign: one sentence says so."""
@@ -165,6 +204,32 @@ def intact(path: str | Path):
             pickle.PickleError, zipfile.BadZipFile) as error:
         raise UserError(f"{path}: it is missing, damaged or not sapo_min's ({type(error).__name__}); "
                         "give another or start anew.") from error
+
+
+@contextmanager
+def told(sentence: str):
+    """What cannot be read or reached inside is told in this sentence, the kind of error put in for {}."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(sentence.format(type(error).__name__)) from error
+
+
+def check_resume(path: Path, wanted: Mapping, saved: Mapping, history: Sequence, looks: Mapping) -> None:
+    """UserError unless a run with the `saved` settings can go on with the `wanted` ones."""
+    for name, value in wanted.items():
+        require(name in ("steps", "device", "out", "resume") or saved.get(name) == value,
+                f"{path}: it was made with --{name} {saved.get(name)}, not {value}; leave that as it was.")
+    steps, done = wanted["steps"], history[-1]["step"]
+    require(steps > done or steps in looks, f"--steps {steps}: {done} are done; give more.")
+    if steps != saved["steps"]:
+        print(f"--steps {saved['steps']} -> {steps}: from here on lr falls as if that had been planned.")
+
+
+def how_to_go_on(folder: str) -> str:
+    if folder and (Path(folder) / "checkpoint.pt").exists():
+        return f"go on with: python sapo_min.py --resume {folder}"
+    return "no step was done."
 
 
 def as_answers(value) -> tuple[str, ...]:
@@ -199,24 +264,33 @@ def read_table(path: Path) -> list[dict[str, float | None]]:
              for name, value in zip(names, row, strict=True)} for row in rows]
 
 
+def read_json(where: str, text: bytes):
+    """One JSON value. UserError names its place."""
+    try:
+        value = json.loads(text.decode("utf-8-sig"))
+        if b"\\u" in text:  # half a surrogate pair is legal JSON, but no text
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: it is not JSON in UTF-8 ({error}); write one object a line, "
+                        "or one array of objects.") from error
+
+
 def read_rows(path: str) -> list[tuple[str, dict]]:
-    """The rows of a .jsonl file, each with its place in words, for an error."""
-    require(Path(path).is_file(), f"{path}: there is no such file; give the path of a .jsonl file.")
-    rows = []
-    with open(path, "rb") as file:
-        for n, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8-sig"))
-                if b"\\u" in line:  # half a surrogate pair is legal JSON, but no text
-                    json.dumps(row, ensure_ascii=False).encode()
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{path}, line {n}: it is not JSON in UTF-8 ({error}); "
-                                "write one object a line.") from error
-            require(isinstance(row, dict), f"{path}, line {n}: it must be a JSON object, "
-                    'as in {"question": "...", "golden_answers": ["..."]}.')
-            rows.append((f"{path}, line {n}", row))
+    """The rows of a JSON file, an array or one object a line, each with its place in words, for an error.
+
+    Not by `datasets`: its columns would turn dates into timestamps and could not tell the line of a mistake.
+    """
+    require(Path(path).is_file(), f"{path}: there is no such file; give the path of a .json or .jsonl file.")
+    content = Path(path).read_bytes()
+    if content.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+        rows = [(f"{path}, row {n}", row) for n, row in enumerate(read_json(path, content), 1)]
+    else:
+        rows = [(f"{path}, line {n}", read_json(f"{path}, line {n}", line))
+                for n, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+    for where, row in rows:
+        require(isinstance(row, dict), f"{where}: it must be a JSON object, "
+                'as in {"question": "...", "golden_answers": ["..."]}.')
     require(rows, f"{path}: the file is empty; it needs at least one row.")
     return rows
 
@@ -240,15 +314,16 @@ def read_example(where: str, row: Mapping) -> tuple[Example, list[Document]]:
         facts, context = row.get("supporting_facts") or [], row.get("context") or []
         titles = dict.fromkeys(facts["title"] if isinstance(facts, Mapping) else [fact[0] for fact in facts])
         require(all(title.strip() for title in titles), "a title in supporting_facts is empty")
-        if isinstance(context, Mapping):
-            parts = zip(context["title"], context["sentences"], strict=True)
-            context = [{"title": title, "text": "".join(sentences)} for title, sentences in parts]
+        if isinstance(context, Mapping):  # the hub's form; the file of HotpotQA's authors has a list of pairs
+            context = list(zip(context["title"], context["sentences"], strict=True))
+        context = [part if isinstance(part, Mapping) else {"title": part[0], "text": "".join(part[1])}
+                   for part in context]
         documents = [read_document(where, part) for part in context if str(part.get("text")).strip()]
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise UserError(f'{where}: it needs "question" (text) and "golden_answers" (texts), a "context" '
                         f"as in HotpotQA or none ({type(error).__name__}: {error}).") from error
     require(question and any(answers), f"{where}: the question or its answers are empty; fill or remove it.")
-    return Example(question, answers, tuple(titles)), documents
+    return Example(question, answers, tuple(titles), str(row.get("type") or "")), documents
 
 
 def read_questions(tables: Sequence[Sequence[tuple[str, Mapping]]], seed: int) -> tuple[list, list, list]:
@@ -261,6 +336,11 @@ def read_questions(tables: Sequence[Sequence[tuple[str, Mapping]]], seed: int) -
         tables = [rows[cut:], rows[:cut]]
     documents = list(dict.fromkeys(document for rows in tables for _, found in rows for document in found))
     return documents, *([example for example, _ in rows] for rows in tables)
+
+
+def found(documents: Sequence[Document]) -> list[str]:
+    """Documents as a search shows them."""
+    return [f"Doc {n}(Title: {d.title}) {d.text}" for n, d in enumerate(documents, 1)]
 
 
 # ==== 3. What a run shows and writes ========================================================================
@@ -311,31 +391,67 @@ def transcript(episode, tokenizer) -> str:
 
 
 def summary(episodes: Sequence) -> dict[str, float]:
-    """Means over the episodes, the exact match for each number of hops too."""
-    asked, hops = sum(len(e.queries) for e in episodes), [len(e.example.searches) for e in episodes]
+    """Means over the episodes, em and f1 also by the question's kind, or hops where the data tells none."""
+    asked, groups = sum(len(e.queries) for e in episodes), defaultdict(list)
+    for e in sorted(episodes, key=lambda e: len(e.example.searches)):
+        groups[e.example.kind or f"{len(e.example.searches)} hops"].append(e)
+    parts = {"": episodes} | ({f", {kind}": part for kind, part in groups.items()} if len(groups) > 1 else {})
     repeats = sum(len(e.queries) - len(set(e.queries)) for e in episodes)
-    return {"reward": fmean(e.reward for e in episodes), "em": fmean(e.em for e in episodes),
-            **{f"em, {n} hops": fmean(e.em for e, hop in zip(episodes, hops) if hop == n)
-               for n in sorted(set(hops))},
-            "f1": fmean(e.f1 for e in episodes), "searches": asked / len(episodes),
-            "duplicate_queries": repeats / max(1, asked),
-            **{status: fmean(e.status == status for e in episodes) for status in STATUSES}}
+    return {"reward": fmean(e.reward for e in episodes),
+            **{f"{name}{kind}": fmean(getattr(e, name) for e in part)
+               for name in ("em", "f1") for kind, part in parts.items()},
+            "searches": asked / len(episodes), "duplicate_queries": repeats / max(1, asked),
+            **{status: fmean(e.status == status for e in episodes) for status in STATUSES},
+            **{f"questions{kind}": len(part) for kind, part in parts.items()}}
+
+
+def interval(mean: float, n: int) -> tuple[float, float]:
+    """The 95% interval (Wilson's) of a share seen in n questions; for a mean F1 it is a little too wide.
+
+    >>> [round(end, 2) for end in interval(0.5, 100)], [round(end, 2) for end in interval(0.0, 20)]
+    ([0.4, 0.6], [0.0, 0.16])
+    """
+    z = 1.96
+    middle, width = mean + z * z / (2 * n), z * math.sqrt(mean * (1 - mean) / n + (z / (2 * n)) ** 2)
+    return max(0.0, (middle - width) / (1 + z * z / n)), (middle + width) / (1 + z * z / n)
 
 
 def compare(before: Mapping, after: Mapping, guess: float, bound: float) -> str:
     """Two summaries as a table, and below it the exact match of a guess and of one fixed search."""
-    lines = [f"{'':20}{'before':>9}{'after':>9}"]
-    lines += [f"{name:20}{before[name]:9.2f}{after[name]:9.2f}" for name in before]
+    def show(name, result):
+        metric, comma, kind = name.partition(", ")
+        if metric not in ("em", "f1"):
+            return f"{result[name]:.2f}"
+        low, high = interval(result[name], result[f"questions{comma}{kind}"])
+        return f"{result[name]:.2f} [{low:.2f}, {high:.2f}]"
+    lines = [f"{'':20}{'before':20}after [95% interval]"]
+    sizes = [name for name in before if name.startswith("questions")]
+    lines += [f"{name:20}{show(name, before):20}{show(name, after)}" for name in before if name not in sizes]
+    lines += [", ".join(f"{name.removeprefix('questions, ')} {after[name]}" for name in sizes)]
     lines += [f"Baselines: em {guess:.2f} without search, at most {bound:.2f} by one search for the question"]
     return "\n".join(lines)
 
 
-def complaints(row: Mapping) -> set[str]:
-    """What is plainly wrong with a training step, and what to do (reports 12 and 30)."""
+def costs(cold_seconds: float, seconds: float, history: Sequence[Mapping], gpu_bytes: int) -> str:
+    """What a run took. Without a GPU, memory is the process's, where the system tells it (not on Windows)."""
+    peak = gpu_bytes / 2**30
+    with suppress(ImportError):
+        import resource
+        unit = 2**30 if sys.platform == "darwin" else 2**20
+        peak = peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    speed = fmean([row["tokens_per_s"] for row in history[1:]] or [0.0])
+    return (f"Cold start {cold_seconds:.0f} s, all {seconds:.0f} s, {speed:,.0f} tokens/s written and learnt "
+            f"from, peak memory {peak:.2f} GB, run folder")
+
+
+def complaints(row: Mapping, warned: set[str]) -> list[str]:
+    """What is plainly wrong with a training step, and what to do (reports 12, 30), each said once a run."""
     signs = {"every episode is cut off; raise max_new_tokens or max_length.": row["truncated"] == 1,
              "no group has different rewards, nothing is learnt; raise group_size.": row["zero_spread"] == 1,
              "nobody searches; raise cold_start_steps.": row["searches"] == 0}
-    return {advice for advice, wrong in signs.items() if wrong}
+    new = [advice for advice, wrong in signs.items() if wrong and advice not in warned]
+    warned.update(new)
+    return new
 
 
 # ==== 4. TF-IDF =============================================================================================

@@ -9,12 +9,8 @@ It is not "Soft Adaptive Policy Optimization" (arXiv 2511.20347), which TRL, ver
 
 "eq." and "Table" are the paper's; "report N" is a fault that users of such trainers met, avoided there.
 """
-import argparse
 import copy
-import hashlib
 import inspect
-import itertools
-import json
 import math
 import os
 import random
@@ -24,10 +20,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
-from statistics import fmean
 
 import torch
 import transformers
@@ -48,9 +43,9 @@ class Config:
     model: str = "tiny"
     "The policy: tiny (a small Qwen2 made from its config), or a model on the hub or in a folder."
     data: str = "world"
-    "The questions: world (built in), hotpotqa (from the hub), or a .jsonl or .parquet file."
+    "The questions: world (built in), hotpotqa (from the hub), or a .json, .jsonl or .parquet file."
     corpus: str = ""
-    "The documents, a .jsonl file; empty takes those that come with the questions."
+    "The documents, a .json or .jsonl file; empty takes those that come with the questions."
     device: str = "auto"
     "Where to compute (auto | cpu | cuda)."
     steps: int = 120
@@ -65,6 +60,8 @@ class Config:
     "Times that each rollout is gone over (at least 1)."
     micro_batch_size: int = 64
     "Episodes in one forward pass; lower it if memory runs out, the gradient stays the same (at least 1)."
+    gradient_checkpointing: bool = False
+    "Training remakes each layer's activations in its backward pass: a third more time, much less memory."
     lr: float = 2e-4
     "Learning rate of AdamW at the first step (above 0)."
     lr_end: float = 0.1
@@ -88,19 +85,19 @@ class Config:
     max_new_tokens: int = 16
     "Tokens the model may write in a turn (at least 1)."
     max_obs_tokens: int = 96
-    "Tokens a retrieval may take up, its tags included (at least 1)."
+    "Tokens a retrieval may take up, tags included; documents that do not fit are left out (at least 1)."
     max_length: int = 512
     "Tokens an episode may have (at least 2)."
     cold_start_steps: int = 400
     "Supervised steps on imperfect demonstrations before training (at least 0)."
     cold_start_batch_size: int = 32
     "Demonstrations a cold-start step (at least 1)."
-    cold_start_lr: float = 3e-3
-    "Peak rate of the cold start; for M > 1 million parameters, divided by the root of M (above 0)."
     reward: str = "em"
     "The reward, exact match or token overlap (em | f1)."
     eval_every: int = 20
     "Steps between greedy evaluations on the test split; the first and last step have one (at least 1)."
+    save_every: int = 1
+    "Steps between checkpoints; what a stopped run did after its last one is done again (at least 1)."
     eval_size: int = 0
     "Test questions to evaluate on; 0 takes the whole split (at least 0)."
     seed: int = 0
@@ -118,20 +115,16 @@ class Config:
 
     def check(self) -> None:
         """UserError for the first setting that breaks the limit in its sentence."""
-        for name, sentence in SENTENCES.items():
-            value, limit = getattr(self, name), LIMIT.search(sentence)
-            choices, least, above = limit.groups() if limit else (None, None, None)
-            fits = (value in choices.split(" | ") if choices else int(least) <= value < math.inf if least else
-                    0 < value < math.inf if above else True)
-            require(fits, f"--{name} {value}: it must be {limit and limit[0][1:-1]}.")
+        env.check_limits(asdict(self), SENTENCES)
         require(self.max_length > self.max_new_tokens, "--max_length: it must be above --max_new_tokens.")
 
-LIMIT = re.compile(r"\((\w+ \| [\w| ]+)\)|\(at least (\d)\)|\((above 0)\)")
 SENTENCES = dict(re.findall(r'    (\w+): .*\n    "(.*)"\n', inspect.getsource(Config)))
 PRESETS = {"tiny": {}, "qwen": {
-    "model": "Qwen/Qwen2.5-0.5B-Instruct", "data": "hotpotqa", "reward": "f1", "steps": 300, "minibatches": 4,
-    "micro_batch_size": 2, "lr": 1e-6, "lr_end": 1.0, "kl_coef": 1e-3, "max_turns": 3, "eval_size": 200,
-    "max_new_tokens": 256, "max_obs_tokens": 512, "max_length": 3072, "top_k": 3, "cold_start_steps": 60}}
+    "model": "Qwen/Qwen2.5-0.5B-Instruct", "data": "hotpotqa", "reward": "f1", "steps": 300, "lr": 1e-6,
+    "lr_end": 1.0, "kl_coef": 1e-3, "questions_per_step": 8, "minibatches": 4, "micro_batch_size": 4,
+    "gradient_checkpointing": True, "max_turns": 5, "top_k": 3, "max_new_tokens": 128, "max_obs_tokens": 512,
+    "max_length": 1536, "cold_start_steps": 60, "cold_start_batch_size": 16, "eval_size": 200,
+    "save_every": 10}}
 
 # ==== 2. Data: the built-in world, file formats and search engine are in retriever.py =======================
 def load_data(cfg: Config) -> tuple[list[Document], list[Example], list[Example]]:
@@ -141,13 +134,11 @@ def load_data(cfg: Config) -> tuple[list[Document], list[Example], list[Example]
     else:
         if cfg.data == "hotpotqa" or cfg.data.endswith(".parquet"):
             from datasets import load_dataset, logging  # imported late: it is slow and seldom needed
-            try:
+            with env.told(f"--data {cfg.data}: it cannot be read or reached ({{}}); connect once, or take "
+                          "a local file, --data world or --preset tiny."):
                 logging.set_verbosity(logging.CRITICAL)
                 hub = (load_dataset("hotpotqa/hotpot_qa", "distractor") if cfg.data == "hotpotqa"
                        else load_dataset("parquet", data_files=cfg.data))
-            except (OSError, ValueError, RuntimeError) as error:
-                raise UserError(f"--data {cfg.data}: it cannot be read or reached ({type(error).__name__}); "
-                                "check the path, connect once, or take --data world.") from error
             tables = [[(f"{cfg.data} {name}, row {n}", row) for n, row in enumerate(table, 1)]
                       for name, table in hub.items()]
         else:
@@ -159,19 +150,17 @@ def load_data(cfg: Config) -> tuple[list[Document], list[Example], list[Example]
     return documents, *splits
 
 # ==== 3. Prompt, tags and policy ============================================================================
-INSTRUCTIONS = (
-    "Answer the question below. Whenever you get new information, think about it in <think> and </think>. "
-    "To look something up, write <search> query </search>, as often as you need: the results come between "
-    "<information> and </information>. At the end write the answer alone: <answer> Beijing </answer>.\n")
+INSTRUCTIONS = ("Answer the question below. Think in <think> and </think> when you get new information. To "
+    "look something up, write <search> query </search>, as often as you like: results come in <information> "
+    "and </information>. At the end write the answer alone, as in <answer> Beijing </answer>.\n")
 RETRY = ("\nThat was not a valid action. To search, put a query between <search> and </search>; to answer, "
          "put the answer between <answer> and </answer>. Try again.\n")
 TAGS = [f"<{slash}{name}>" for name in ("search", "information", "answer") for slash in ("", "/")]
 CLOSING = re.compile("</(search|answer)>")
 
 def parse_action(text: str) -> tuple[str, str]:
-    """What one turn of the model asks for: (kind, content), kind "search", "answer" or "invalid".
-    The pair that closes first counts, from the last opening tag of its kind, so tags named in passing do no
-    harm. What stands in an <information> of the model's own making is ignored (report 3).
+    """What a turn of the model asks for: ("search" | "answer" | "invalid", content). The pair that closes
+    first counts, from its last opening tag; <information> of the model's own making is ignored (report 3).
     >>> parse_action("<think>use <search> tags</think><search> The Silver River </search>")
     ('search', 'The Silver River')
     """
@@ -192,30 +181,42 @@ def as_data(tokenizer, text: str) -> str:
     return env.pull_apart(text, {*TAGS, *tokenizer.all_special_tokens, *tokenizer.get_added_vocab()})
 
 def prompt_tokens(tokenizer, question: str) -> list[int]:
-    """An episode's first tokens. The chat template is applied here and never again (report 37).
-    A tokenizer without one (the tiny one) belongs to a model that follows no instructions: it gets none."""
+    """An episode's first tokens. The chat template is applied here and never again (report 37). A base model
+    reads the instructions as plain text; a model whose words include the tags (tiny) needs none."""
     text = f"Question: {as_data(tokenizer, question)}\n"
     if tokenizer.chat_template:
         message = [{"role": "user", "content": INSTRUCTIONS + text}]
         text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    elif TAGS[0] not in tokenizer.get_added_vocab():
+        text = (tokenizer.bos_token or "") + INSTRUCTIONS + text
     return encode(tokenizer, text)
 
 def observation_tokens(tokenizer, retriever, documents, query: str, cfg: Config) -> list[int]:
-    """The environment's reply to a query. Documents are cut to fit, the closing tag never is (report 7)."""
-    hits = enumerate(retriever.search(query, cfg.top_k), 1)
-    found = "\n".join(f"Doc {n}(Title: {documents[i].title}) {documents[i].text}" for n, (i, _) in hits)
-    before, after = encode(tokenizer, "\n<information>"), encode(tokenizer, "</information>\n")
-    body = encode(tokenizer, as_data(tokenizer, found or "No results found."))
-    return before + body[: max(0, cfg.max_obs_tokens - len(before) - len(after))] + after
+    """The environment's reply to a query. It has the documents that fit whole; of a first that is too long
+    itself, it has the beginning. The closing tag is never cut (report 7)."""
+    before, body, after = encode(tokenizer, "\n<information>"), [], encode(tokenizer, "</information>\n")
+    room = max(0, cfg.max_obs_tokens - len(before) - len(after))
+    found = env.found([documents[i] for i, _ in retriever.search(query, cfg.top_k)])
+    for n, text in enumerate(found or ["No results found."]):
+        part = encode(tokenizer, as_data(tokenizer, "\n" * (n > 0) + text))
+        if n and len(body) + len(part) > room:
+            break
+        body += part[:room]
+    return before + body + after
+
+def precision(device: torch.device) -> torch.dtype:
+    """What is computed in; master weights are float32 (report 33). Old cards, as the T4, lack bfloat16."""
+    if device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
 
 def autocast(device: torch.device):
-    """bfloat16 arithmetic over float32 master weights on a GPU (report 33), plain float32 on a CPU."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+    return torch.autocast(device.type, precision(device), enabled=precision(device) != torch.float32)
 
 def load_policy(cfg: Config) -> tuple[torch.nn.Module, transformers.PreTrainedTokenizerFast]:
     """-> (model, tokenizer), float32 on the device and not cold-started. UserError if it cannot be had.
     "tiny" is a Qwen2 with 0.3M parameters, its tokens are whole words; nothing later knows the difference.
-    Models stay in eval mode: no dropout, no gradient checkpointing (reports 20 and 34)."""
+    Models stay in eval mode: no dropout (report 20)."""
     transformers.utils.logging.disable_progress_bar()
     gpu = torch.cuda.is_available()
     require(gpu or cfg.device != "cuda", "--device cuda: there is no usable CUDA GPU; take --device cpu.")
@@ -236,12 +237,12 @@ def load_policy(cfg: Config) -> tuple[torch.nn.Module, transformers.PreTrainedTo
             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=cfg.max_length,
             pad_token_id=0, eos_token_id=1, tie_word_embeddings=True, initializer_range=0.06))
     else:
-        try:
+        with env.told(f"--model {cfg.model}: it is no model folder, and no hub model in reach ({{}}); check "
+                      "the name, connect once, or take a local folder or --preset tiny."):
             tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(cfg.model)  # as saved
             model = transformers.AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
-        except (OSError, ValueError) as error:
-            raise UserError(f"--model {cfg.model}: it is no model folder, and no hub model in reach; check "
-                            "the name, connect once, or take --model tiny.") from error
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.eval().to("cuda" if gpu and cfg.device != "cpu" else "cpu"), tokenizer
 
 # ==== 4. Reward: pure functions of two texts ================================================================
@@ -288,10 +289,12 @@ class Episode:
 def rollout(model, tokenizer, retriever, documents: Sequence[Document], examples: Sequence[Example],
             cfg: Config, greedy: bool = False) -> list[Episode]:
     """Play one episode for each example, side by side -> the episodes, in the examples' order.
-    The key-value cache lives through all turns. A turn feeds only what is new, the last token of the turn
-    before and the environment's reply, as one left-padded chunk. `seen` [rows, slots] marks the slots of the
-    cache that hold a token; a token's position is how many precede it (18, 35). Ended rows leave it."""
+    The key-value cache lives through all turns; ended episodes leave it. A turn feeds what is new alone, its
+    last token before and the environment's reply, as one left-padded chunk. `seen` [rows, slots] marks cache
+    slots that hold a token; a token's position is how many precede it (18, 35). The host waits for a GPU once
+    a token: a row that has closed its tag writes on, unread, and is unmarked after the turn."""
     device, retry = model.device, encode(tokenizer, RETRY)
+    plain = model.config._attn_implementation == "sdpa" and not getattr(model.config, "sliding_window", 0)
     read = cache(lambda *ids: tokenizer.decode(ids, skip_special_tokens=True))  # a group repeats itself
     eos = model.generation_config.eos_token_id
     eos = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
@@ -318,24 +321,26 @@ def rollout(model, tokenizer, retriever, documents: Sequence[Document], examples
         tokens = torch.tensor([[0] * (width - len(c)) + c for c in chunks], device=device)  # [rows, width]
         real = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in chunks], device=device)
         written, logps, writing = [[] for _ in rows], [[] for _ in rows], [True] * len(rows)
-        for _ in range(cfg.max_new_tokens):
+        for n in range(cfg.max_new_tokens):
             seen = torch.cat([seen, real], 1)
             positions = (seen.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1]:]  # [rows, width]
+            mask = seen.bool()[:, None, None] if n and plain else seen  # 4-D: the host need not look into it
             with autocast(device):
-                logits = model(input_ids=tokens, attention_mask=seen, position_ids=positions, use_cache=True,
+                logits = model(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=True,
                                logits_to_keep=1, **memory).logits[:, -1]  # [rows, vocabulary]
             logp = (logits.float() / cfg.temperature).log_softmax(-1)
-            token = logp.argmax(-1) if greedy else torch.multinomial(logp.exp(), 1)[:, 0]  # [rows]
-            chosen = logp.gather(1, token[:, None])[:, 0].tolist()
-            for r, t in enumerate(token.tolist()):
+            token = logp.argmax(-1, True) if greedy else torch.multinomial(logp.exp(), 1)  # [rows, 1]
+            for r, (t, chosen) in enumerate(torch.cat([token.double(), logp.gather(1, token)], 1).tolist()):
                 if writing[r]:
-                    written[r].append(t)
-                    logps[r].append(chosen[r])
+                    written[r].append(t := int(t))
+                    logps[r].append(chosen)
                     # subtle: a tag may straddle tokens or share its last (Qwen's ">\n"), so the text is asked
                     writing[r] = t not in eos and not (">" in read(t) and CLOSING.search(read(*written[r])))
             if not any(writing):
                 break
-            tokens, real = token[:, None], torch.tensor(writing, device=device).long()[:, None]
+            tokens, real = token, torch.ones_like(token)
+        fed = torch.tensor([[len(ids) - 1] for ids in written], device=device)  # all but a row's last token
+        seen[:, seen.shape[1] - n:] = torch.arange(n, device=device) < fed
         for r, episode in enumerate(rows):
             episode.extend(written[r], logps[r])
             kind, content = parse_action(read(*(t for t in written[r] if t not in eos)))
@@ -361,7 +366,7 @@ def rollout(model, tokenizer, retriever, documents: Sequence[Document], examples
     return episodes
 
 # ==== 6. Log-probabilities: the one forward pass of training, for old and new alike =========================
-LOGIT_ROWS = 1024  # tokens whose logits live at once, 0.6 GB for Qwen; the backward pass remakes them (32)
+LOGIT_ROWS, LOGITS = 1024, 2**26  # made at once, at most 0.3 GB; the backward pass makes them again (32)
 
 def token_logprobs(model, tokens: Tensor, lengths: Tensor, temperature: float,
                    mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -371,15 +376,21 @@ def token_logprobs(model, tokens: Tensor, lengths: Tensor, temperature: float,
     places = torch.arange(tokens.shape[1], device=tokens.device)
     real = places < lengths[:, None]  # [B, T] by length, never by token id: pad may equal EOS (report 17)
     with autocast(tokens.device):
+        remade = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False)]
+        for layer in remade:  # its own flag turns checkpointing on (34); all below it stays in eval mode (20)
+            layer.training = torch.is_grad_enabled()
         hidden = model.base_model(input_ids=tokens, attention_mask=real.long(), use_cache=False,
                                   position_ids=places.expand_as(tokens)).last_hidden_state  # [B, T, hidden]
+        for layer in remade:
+            layer.training = False
     wanted = (real if mask is None else real & mask.bool())[:, 1:]  # [B, T-1]
     def score(hidden, target):
         with autocast(tokens.device):
             logits = model.get_output_embeddings()(hidden)  # [n, vocabulary]
         logp = (logits.float() / temperature).log_softmax(-1)
-        return logp.gather(1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1).detach()
-    chunks = zip(hidden[:, :-1][wanted].split(LOGIT_ROWS), tokens[:, 1:][wanted].split(LOGIT_ROWS))
+        return logp.gather(1, target[:, None])[:, 0], -(logp.detach().exp() * logp.detach()).sum(-1)
+    size = max(1, min(LOGIT_ROWS, LOGITS // model.config.vocab_size))
+    chunks = zip(hidden[:, :-1][wanted].split(size), tokens[:, 1:][wanted].split(size))
     parts = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     return tuple(torch.zeros(wanted.shape, device=tokens.device).masked_scatter(wanted, torch.cat(part))
                  for part in zip(*parts))
@@ -460,11 +471,24 @@ def micro_batches(episodes: Sequence[Episode], rows: Sequence[int], cfg: Config,
         tokens, mask = torch.tensor(both, device=device).unbind(1)
         yield part, tokens, torch.tensor(lengths, device=device), mask
 
+def descent(model) -> tuple:
+    """-> (AdamW, the scaler that keeps float16 gradients from rounding to 0; idle in other precisions)."""
+    kind = model.device.type
+    return (torch.optim.AdamW(model.parameters(), weight_decay=0.01, fused=kind == "cuda"),
+            torch.amp.GradScaler(kind, enabled=precision(model.device) == torch.float16))
+
+def descend(optimizer, scaler) -> Tensor:
+    """One step down the gradients gathered so far, cut to length 1 -> their length before."""
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return norm
+
 def cold_start(model, tokenizer, retriever, documents, train_examples, cfg: Config) -> None:
     """Teach `model`, in place, tags and copying on imperfect demonstrations, or take it from the disk cache,
     whose key holds all that shapes the result: runs that differ in loss start from the same policy."""
-    if not cfg.cold_start_steps:
-        return
     rng, demos = random.Random(cfg.seed), []
     for example in rng.choices(train_examples, k=DEMONSTRATIONS):
         episode = Episode(example)
@@ -476,41 +500,34 @@ def cold_start(model, tokenizer, retriever, documents, train_examples, cfg: Conf
                 episode.extend(observation_tokens(tokenizer, retriever, documents, content, cfg))
         demos += [episode] if len(episode.tokens) <= cfg.max_length else []
     require(demos, "--max_length: no demonstration fits into it; raise it.")
-    key = hashlib.sha256(repr([
+    file = env.cache_file([
         cfg.seed, cfg.temperature, cfg.micro_batch_size, cfg.cold_start_steps, cfg.cold_start_batch_size,
-        cfg.cold_start_lr, [(e.tokens, e.mask) for e in demos], torch.__version__, str(model.device),
-        *map(inspect.getsource, (cold_start, token_logprobs, micro_batches, row_mean))]).encode())
-    for weights in model.state_dict().values():
-        key.update(weights.cpu().numpy().tobytes())
-    folder = Path(os.environ.get("SAPO_MIN_CACHE") or Path.home() / ".cache" / "sapo_min")
-    file = folder / f"{key.hexdigest()[:32]}.pt"
+        [(e.tokens, e.mask) for e in demos], torch.__version__, str(model.device),
+        *map(inspect.getsource, (cold_start, token_logprobs, micro_batches, row_mean, descend))],
+        (weights.cpu().numpy() for weights in model.state_dict().values()))
     if file.exists():
         print(f"Cold start: taken from {file}")
         with env.intact(file):
             model.load_state_dict(torch.load(file, map_location=model.device, weights_only=True))
         return
-    peak = cfg.cold_start_lr / max(1, sum(p.numel() for p in model.parameters()) / 1e6) ** 0.5
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
-    bar = tqdm(range(cfg.cold_start_steps), desc="cold start", mininterval=0.5)
-    for step in bar:
+    peak = 3e-3 / max(1, sum(p.numel() for p in model.parameters()) / 1e6) ** 0.5  # the larger, the slower
+    optimizer, scaler = descent(model)
+    for step in (bar := tqdm(range(cfg.cold_start_steps), desc="cold start", mininterval=0.5)):
         decay = 0.55 + 0.45 * math.cos(math.pi * step / cfg.cold_start_steps)  # from 1 to a tenth
         optimizer.param_groups[0]["lr"] = peak * decay * min(1, (step + 1) / (1 + cfg.cold_start_steps // 20))
         batch = rng.choices(range(len(demos)), k=cfg.cold_start_batch_size)
         for rows, tokens, lengths, mask in micro_batches(demos, batch, cfg, model.device):
             logp, _ = token_logprobs(model, tokens, lengths, cfg.temperature, mask)
             loss = -row_mean(logp, mask[:, 1:]).mean()
-            (loss * len(rows) / len(batch)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+            scaler.scale(loss * len(rows) / len(batch)).backward()
+        descend(optimizer, scaler)
         bar.set_postfix(loss=f"{loss.item():.2f}", refresh=False)
     env.keep(file, partial(torch.save, model.state_dict()))
 
 def evaluate(agent: tuple, examples: Sequence[Example], cfg: Config) -> tuple[dict, list[Episode]]:
     """Greedy, every example, in order (report 40) -> (summary, episodes). `agent` comes from load_agent."""
     episodes, size = [], cfg.questions_per_step * cfg.group_size
-    bar = tqdm(range(0, len(examples), size), desc="evaluation", leave=False)
-    for i in bar:
+    for i in (bar := tqdm(range(0, len(examples), size), desc="evaluation", leave=False)):
         episodes += rollout(*agent, examples[i: i + size], cfg, greedy=True)
         bar.set_postfix({name: f"{env.summary(episodes)[name]:.2f}" for name in ("em", "searches")})
     return env.summary(episodes), episodes
@@ -524,7 +541,7 @@ def load_agent(cfg: Config) -> tuple[tuple, list[Example], list[Example]]:
 def load_run(folder: str) -> tuple[Config, list[dict]]:
     """A run folder -> (settings, history as from `train`: what was not measured at a step is None)."""
     with env.intact(folder):
-        cfg = Config(**json.loads((Path(folder) / "config.json").read_text()))
+        cfg = Config(**env.read_json(folder, (Path(folder) / "config.json").read_bytes()))
         cfg.check()
         return cfg, env.read_table(Path(folder) / "metrics.csv")
 
@@ -533,13 +550,7 @@ def load_checkpoint(cfg: Config) -> dict:
     path = Path(cfg.resume) / "checkpoint.pt"
     with env.intact(path):
         state = torch.load(path, map_location="cpu", weights_only=True)
-        saved, step, looks = dict(state["config"]), state["history"][-1]["step"], dict(state["looks"])
-    for name, value in asdict(cfg).items():
-        require(name in ("steps", "device", "out", "resume") or saved.get(name) == value,
-                f"{path}: it was made with --{name} {saved.get(name)}, not {value}; leave that as it was.")
-    require(cfg.steps > step or cfg.steps in looks, f"--steps {cfg.steps}: {step} are done; give more.")
-    if cfg.steps != saved["steps"]:
-        print(f"--steps {saved['steps']} -> {cfg.steps}: from here on lr falls as if that had been planned.")
+        env.check_resume(path, asdict(cfg), dict(state["config"]), state["history"], dict(state["looks"]))
     return state
 
 def sample_groups(agent: tuple, examples: Sequence[Example], step: int, cfg: Config) -> tuple[list, list]:
@@ -556,9 +567,10 @@ def sample_groups(agent: tuple, examples: Sequence[Example], step: int, cfg: Con
             break
     return groups, everything
 
-def update(model, reference, optimizer, episodes, advantages: Tensor, loss_fn: Callable, cfg: Config) -> dict:
+def update(model, reference, optimizer, scaler, episodes, advantages: Tensor, loss_fn, cfg: Config) -> dict:
     """Learn from one rollout in minibatches x epochs updates -> metrics of how far the policy moved."""
     plan, moved, norms, entropies = [], [], [], []  # plan[minibatch][micro-batch] = tensors
+    torch.cuda.empty_cache()  # what the rollout's key-value cache took
     for part in torch.randperm(len(episodes)).tensor_split(min(cfg.minibatches, len(episodes))):
         plan.append([])
         for rows, tokens, lengths, mask in micro_batches(episodes, part.tolist(), cfg, model.device):
@@ -572,12 +584,11 @@ def update(model, reference, optimizer, episodes, advantages: Tensor, loss_fn: C
             logp, _ = token_logprobs(model, tokens, lengths, cfg.temperature, mask)  # [B, T-1]
             loss = loss_fn(logp, old, adv, mask[:, 1:])
             loss = loss + cfg.kl_coef * kl_loss(logp, ref, mask[:, 1:]) if reference else loss
-            (loss * len(adv) / sum(len(micro[3]) for micro in mini)).backward()  # one normaliser (report 28)
+            share = len(adv) / sum(len(micro[3]) for micro in mini)  # one normaliser (report 28)
+            scaler.scale(loss * share).backward()
             log_ratio, on = logp.detach() - old, mask[:, 1:].bool()
             moved.append((log_ratio[on], adv[:, None].expand_as(on)[on], log_ratio.sum(1)))
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-        optimizer.step()
-        optimizer.zero_grad()
+        norms.append(descend(optimizer, scaler))
     log_ratio, adv, totals = map(torch.cat, zip(*moved))  # [tokens], [tokens], [episodes]
     ratio, good = log_ratio.exp(), adv > 0
     clipped = (ratio > 1 + cfg.clip_eps) & good | (ratio < 1 - cfg.clip_eps) & (adv < 0)
@@ -596,44 +607,42 @@ def train(cfg: Config, loss_fn: Callable[..., Tensor] | None = None) -> list[dic
     agent, train_examples, test_examples = load_agent(cfg)
     model, tokenizer, retriever, documents = agent
     cfg.out = cfg.resume or env.open_folder(cfg.out, f"{cfg.algo}-s{cfg.seed}")
-    out = Path(cfg.out)
-    if not cfg.resume or cfg.kl_coef:
+    out, written = Path(cfg.out), Path(cfg.out, "episodes.jsonl")
+    if cfg.cold_start_steps and (not cfg.resume or cfg.kl_coef):
         cold_start(*agent, train_examples, cfg)
-    cold_seconds, reference = time.time() - started, copy.deepcopy(model) if cfg.kl_coef else None
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
+    cold_seconds, (optimizer, scaler) = time.time() - started, descent(model)
+    reference = copy.deepcopy(model).to(precision(model.device)) if cfg.kl_coef else None
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     torch.manual_seed(cfg.seed)
     if cfg.resume:
         with env.intact(out / "checkpoint.pt"):
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
+            for name, part in parts.items():
+                part.load_state_dict(state[name])
             torch.set_rng_state(state["rng"])
             torch.cuda.set_rng_state_all(state["cuda_rng"])
-            os.truncate(out / "episodes.jsonl", state["written"])
+            os.truncate(written, state["written"])
             looks, history = state["looks"], state["history"]
     env.replace_file(out / "config.json", partial(env.write_json, asdict(cfg) | {"resume": ""}))
-    (out / "episodes.jsonl").touch()
     loss_fn = loss_fn or {"grpo": partial(grpo_loss, clip_eps=cfg.clip_eps),
                           "sapo": partial(sapo_loss, clip_eps=cfg.clip_eps, tau=cfg.tau, gamma=cfg.gamma),
                           "dspo": dspo_loss}[cfg.algo]
-    bar = tqdm(range(len(history), cfg.steps + 1), desc=cfg.algo, initial=len(history), total=cfg.steps + 1)
-    for step in bar:
+    done, total = len(history), cfg.steps + 1
+    for step in (bar := tqdm(range(done, total), desc=cfg.algo, initial=done, total=total)):
         row, clock = {"step": step}, time.time()
         if step:
             groups, everything = sample_groups(agent, train_examples, step, cfg)
-            episodes = list(itertools.chain(*everything))
-            row |= env.summary(episodes)
-            row["zero_spread"] = fmean(len({e.reward for e in group}) == 1 for group in everything)
+            row |= env.summary(episodes := [e for group in everything for e in group])
+            row["zero_spread"] = sum(len({e.reward for e in g}) == 1 for g in everything) / len(everything)
             row["lr"] = cfg.lr * (1 - (1 - cfg.lr_end) * (step - 1) / max(1, cfg.steps - 1))
             optimizer.param_groups[0]["lr"] = row["lr"]
             if groups:
-                kept = list(itertools.chain(*groups))
+                kept = [e for group in groups for e in group]
                 advantages = group_advantages(torch.tensor([e.reward for e in kept]).view(len(groups), -1))
-                row |= update(model, reference, optimizer, kept, advantages.flatten(), loss_fn, cfg)
+                row |= update(model, reference, optimizer, scaler, kept, advantages.flatten(), loss_fn, cfg)
             row["tokens_per_s"] = sum(sum(e.mask) for e in episodes) / (time.time() - clock)
-            env.append_episodes(out / "episodes.jsonl", step, everything[0], tokenizer)
+            env.append_episodes(written, step, everything[0], tokenizer)
             bar.set_postfix(reward=f"{row['reward']:.2f}", searches=f"{row['searches']:.2f}", refresh=False)
-            for advice in env.complaints(row) - warned:
-                warned.add(advice)
+            for advice in env.complaints(row, warned):
                 tqdm.write(f"WARNING at step {step}: {advice}")
         if step % cfg.eval_every == 0 or step == cfg.steps:
             looks[step], episodes = evaluate(agent, test_examples, cfg)
@@ -645,30 +654,23 @@ def train(cfg: Config, loss_fn: Callable[..., Tensor] | None = None) -> list[dic
                 tqdm.write(f"\nAfter {step} steps:\n{env.show_longest(episodes, tokenizer)}\n")
         history.append({name: row.get(name) for name in env.METRICS})
         env.replace_file(out / "metrics.csv", partial(env.write_table, history))
-        env.replace_file(out / "checkpoint.pt", partial(torch.save, {
-            "config": asdict(cfg), "looks": looks, "history": history, "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state_all(), "written": (out / "episodes.jsonl").stat().st_size}))
+        if step % cfg.save_every == 0 or step == cfg.steps:
+            env.replace_file(out / "checkpoint.pt", partial(torch.save, {
+                "config": asdict(cfg), "looks": looks, "history": history, "rng": torch.get_rng_state(),
+                "cuda_rng": torch.cuda.get_rng_state_all(), "written": written.stat().st_size,
+                **{name: part.state_dict() for name, part in parts.items()}}))
     guess = evaluate(agent, test_examples, replace(cfg, max_turns=0))[0]["em"]
     bound = env.one_search(retriever, documents, test_examples, cfg.top_k)
     print(env.compare(looks[0], looks[cfg.steps], guess, bound))
-    print(f"Cold start {cold_seconds:.0f} s, all {time.time() - started:.0f} s, run folder {out}")
+    print(env.costs(cold_seconds, time.time() - started, history, torch.cuda.max_memory_allocated()), out)
     return history
 
 # ==== 10. Command line ======================================================================================
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line -> exit code: 0, 2 for something the user can mend, 130 after Ctrl-C."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False,
-                                     argument_default=argparse.SUPPRESS)
-    parser.add_argument("--preset", help="The settings to start from (tiny | qwen).")
-    parser.add_argument("--ask", metavar="QUESTION", help="Let the agent of --resume RUN_FOLDER answer it.")
-    for f in fields(Config):
-        how = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": f.type}
-        parser.add_argument(f"--{f.name}", help=f"{SENTENCES[f.name]} [{f.default!r}]", **how)
-    parser.error = lambda message: require(False, f"{message}; --help lists the flags.")
     argv, cfg = sys.argv[1:] if argv is None else list(argv), Config()
     try:
-        given = vars(parser.parse_args(argv))
+        given = env.read_flags(argv, __doc__.split("\n")[0], Config, SENTENCES)
         question, preset, run = given.pop("ask", None), given.pop("preset", None), given.get("resume")
         require(question is None or run, "--ask: say whose agent, with --resume RUN_FOLDER.")
         require(not run or not preset and "out" not in given, "--preset, --out: a run has its own; omit.")
@@ -690,9 +692,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"sapo_min: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        saved = cfg.out and (Path(cfg.out) / "checkpoint.pt").exists()
-        how = f"go on with: python sapo_min.py --resume {cfg.out}" if saved else "no step was done."
-        print(f"\nStopped; {how}", file=sys.stderr)
+        print(f"\nStopped; {env.how_to_go_on(cfg.out)}", file=sys.stderr)
         return 130
     return 0
 
