@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from pathlib import Path
 from statistics import fmean
 
@@ -165,10 +165,15 @@ def open_folder(chosen: str, kind: str) -> str:
             out = out.with_name(out.name + "+")
         out.mkdir(parents=True, exist_ok=True)
         require(not any(out.iterdir()), f"--out {out}: it is in use; give a new folder, or --resume it.")
-        (out / "episodes.jsonl").touch()
     except OSError as error:
         raise UserError(f"--out {out}: it cannot be written ({error.strerror}); give another.") from error
     return str(out)
+
+
+def begin(out: Path, settings: Mapping) -> None:
+    """Write down a run's settings, and start its episodes.jsonl unless it has been."""
+    replace_file(out / "config.json", partial(write_json, settings))
+    (out / "episodes.jsonl").touch()
 
 
 def keep(path: Path, write: Callable[[Path], object]) -> None:

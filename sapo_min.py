@@ -622,7 +622,7 @@ def train(cfg: Config, loss_fn: Callable[..., Tensor] | None = None) -> list[dic
             torch.cuda.set_rng_state_all(state["cuda_rng"])
             os.truncate(written, state["written"])
             looks, history = state["looks"], state["history"]
-    env.replace_file(out / "config.json", partial(env.write_json, asdict(cfg) | {"resume": ""}))
+    env.begin(out, asdict(cfg) | {"resume": ""})
     loss_fn = loss_fn or {"grpo": partial(grpo_loss, clip_eps=cfg.clip_eps),
                           "sapo": partial(sapo_loss, clip_eps=cfg.clip_eps, tau=cfg.tau, gamma=cfg.gamma),
                           "dspo": dspo_loss}[cfg.algo]
