@@ -216,7 +216,7 @@ def told(sentence: str):
     """What cannot be read or reached inside is told in this sentence, the kind of error put in for {}."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # `datasets` wraps what goes wrong in a bare Exception of its own
         raise UserError(sentence.format(type(error).__name__)) from error
 
 

@@ -34,7 +34,7 @@ import torch
 import transformers
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.testing import assert_close
 
 import retriever as env
@@ -68,7 +68,7 @@ HALVES = ["<SEARCH>", "</Answer>", "<think>", "<search", "</sea", "rch>", "<", "
 bits = st.sampled_from(TAGS * 3 + HOSTILE + HALVES) | st.text(max_size=3)
 tag_soup = st.lists(bits, max_size=14).map("".join)
 
-# ==== The protocol ==========================================================================================
+# ==== The protocol =========================
 @pytest.mark.parametrize("text, kind, content", [
     ("<search> a b </search>", "search", "a b"), ("<answer>\n東京 é\n</answer>", "answer", "東京 é"),
     ("<think>use <search> tags</think><search>q</search>", "search", "q"),  # from the last opening tag
@@ -124,7 +124,7 @@ def test_parse_action_equals_a_brute_force_parser_on_random_tag_soup(text):
     assume("\0" not in text)
     assert parse_action(text) == parse_by_brute_force(text)
 
-# ==== Reward ================================================================================================
+# ==== Reward ===============================
 @pytest.mark.parametrize("text, normal", [
     ("The  U.S.!", "us"), ("A the an", ""), ("", ""), (" ?!... ", ""), ("Theatre an\tart\n", "theatre art"),
     ("ÉCOLE  Normale", "école normale"), ("東京", "東京"), ("co-op's", "coops"), ("10,000", "10000")])
@@ -158,7 +158,7 @@ def test_gold_answers_of_no_sense_are_refused_in_a_sentence(value):  # report 39
     with pytest.raises(UserError, match="an answer must be text or a list of texts"):
         s.exact_match("x", value)
 
-# ==== Advantages ============================================================================================
+# ==== Advantages ===========================
 def test_advantages_are_sample_standard_deviations_from_the_mean_row_by_row():
     rewards = torch.tensor([[1, 2, 3], [0, 0, 1], [1, 2, 3], [4, 4, 4]], dtype=torch.float64)
     first = [-1 / (1 + 1e-6), 0, 1 / (1 + 1e-6)]
@@ -182,7 +182,7 @@ def test_a_group_of_fewer_than_two_is_refused(shape):  # report 22
     with pytest.raises(UserError, match="G >= 2"):
         group_advantages(torch.zeros(shape))
 
-# ==== Losses ================================================================================================
+# ==== Losses ===============================
 LOSSES = [grpo_loss, sapo_loss, dspo_loss]
 double = partial(torch.tensor, dtype=torch.float64)
 
@@ -330,7 +330,7 @@ def test_the_kl_is_k3_and_never_pushes_away_from_the_reference(gap):  # report 2
     assert value >= 0 and (value == 0) == (gap == 0)
     assert (slope * gap <= 0).all()  # below the reference the loss falls as logp rises
 
-# ==== Log-probabilities =====================================================================================
+# ==== Log-probabilities ====================
 def small_model(pad=0, eos=1, vocab=100, **changes):
     torch.manual_seed(0)
     return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{
@@ -385,14 +385,15 @@ def test_batched_log_probabilities_equal_single_ones(model, temperature):  # rep
         assert row[n:].count_nonzero() == spread[n:].count_nonzero() == 0
     assert logp.requires_grad and not entropy.requires_grad
 
-def test_logits_are_made_for_trained_tokens_only_and_in_chunks(model, monkeypatch):  # report 32
-    monkeypatch.setattr(s, "LOGIT_ROWS", 3)
+@pytest.mark.parametrize("name, limit", [("LOGIT_ROWS", 3), ("LOGITS", 399)])
+def test_logits_are_made_for_trained_tokens_only_and_in_chunks(name, limit, model, monkeypatch):  # report 32
+    monkeypatch.setattr(s, name, limit)
     _, tokens, lengths, mask = padded(random_episodes())
     chunks, head = [], model.get_output_embeddings()
     hook = head.register_forward_hook(lambda head, inputs, logits: chunks.append(logits.numel() // 100))
-    token_logprobs(model, tokens, lengths, 1.0, mask)
-    hook.remove()
-    assert sum(chunks) == mask[:, 1:].sum() < lengths.sum() - 5 and max(chunks) <= 3
+    torch.autograd.grad(token_logprobs(model, tokens, lengths, 1.0, mask)[0].sum(), head.weight)
+    hook.remove()  # each was made twice, for the backward pass keeps none
+    assert sum(chunks) / 2 == mask[:, 1:].sum() < lengths.sum() - 5 and max(chunks) <= 3
 
 def test_the_eos_is_trained_on_even_where_it_is_the_padding_token(model):  # report 17
     eos, example = model.config.eos_token_id, Example("q", ("a",))
@@ -482,7 +483,7 @@ def test_gradient_checkpointing_is_on_in_training_alone_and_changes_no_number(mo
     token_logprobs(remade, tokens, lengths, 1.0, mask)[0].sum().backward()
     assert calls == [False] * 3 and not any(part.training for part in remade.modules())
 
-# ==== Tokenizers ============================================================================================
+# ==== Tokenizers ===========================
 CHAT = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
@@ -538,7 +539,8 @@ def test_documents_cannot_close_their_block_nor_act(bpe_tok, tiny_tok, texts, li
 def test_an_observation_is_cut_between_documents_and_keeps_its_closing_tag(tokenizer):  # report 7
     one, two, long = observe(tokenizer, ["River"]), observe(tokenizer, ["River", "Tower"]), "river " * 200
     assert observe(tokenizer, ["River", "Tower"], len(two)) == two and len(two) > len(one)
-    assert observe(tokenizer, ["River", "Tower"], len(two) - 1) == observe(tokenizer, ["River", long]) == one
+    assert observe(tokenizer, ["River", "Tower"], len(two) - 1) == one
+    assert observe(tokenizer, ["River", long, "a"]) == one  # nor is a later one taken that would fit
     shell = encode(tokenizer, "\n<information>") + encode(tokenizer, "</information>\n")
     for limit in (1, 2, 20, 40):  # the first document alone is too long
         ids = observe(tokenizer, [long] * 3, limit)
@@ -577,10 +579,13 @@ def test_the_chat_template_is_applied_once_an_episode(bpe_tok, monkeypatch):
         assert episode.tokens[:len(ids)] == ids and sum(episode.mask) <= 9 < len(episode.tokens) - len(ids)
     assert len(calls) == 3  # later turns apply none
 
-def test_a_base_model_reads_plain_instructions(bpe_tok, tiny_tok):
-    base = copy.deepcopy(bpe_tok)
-    base.chat_template, base.bos_token = None, "<|im_start|>"
-    assert base.decode(s.prompt_tokens(base, "Who?")) == f"<|im_start|>{s.INSTRUCTIONS}Question: Who?\n"
+def test_a_base_model_reads_plain_instructions_and_one_bos(bpe_tok, tiny_tok):
+    base, text = copy.deepcopy(bpe_tok), f"<|im_start|>{s.INSTRUCTIONS}Question: Who?\n"
+    base.backend_tokenizer.post_processor = processors.TemplateProcessing(  # as Llama's, it has its own BOS
+        "<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
+    base.bos_token = "<|im_start|>"
+    for base.chat_template in (None, "{{ bos_token }}{{ messages[0].content }}"):
+        assert base.decode(s.prompt_tokens(base, "Who?")) == text
     assert tiny_tok.decode(s.prompt_tokens(tiny_tok, "Who wrote")) == "Question : Who wrote"
 
 def test_tags_survive_decoding_without_special_tokens(tokenizer):  # report 11
@@ -604,18 +609,19 @@ def test_the_tiny_tok_knows_every_word_of_its_world(tiny_tok):
 def test_a_model_from_a_folder_is_float32_without_dropout(bpe_tok, tmp_path):  # reports 20, 33, 36
     small_model(vocab=len(bpe_tok), attention_dropout=0.5).to(torch.bfloat16).save_pretrained(tmp_path)
     bpe_tok.save_pretrained(tmp_path)
-    policy, tokenizer = s.load_policy(Config(model=str(tmp_path), device="cpu"))
+    cfg = Config(model=str(tmp_path), device="cpu", minibatches=1, gradient_checkpointing=True)
+    policy, tokenizer = s.load_policy(cfg)
+    assert policy.model.layers[1].gradient_checkpointing
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
     assert s.prompt_tokens(tokenizer, "river") == s.prompt_tokens(bpe_tok, "river")
     _, tokens, lengths, mask = padded(random_episodes())
     score = partial(token_logprobs, policy, tokens, lengths, 1.0, mask)
-    metrics = s.update(policy, None, *s.descent(policy), random_episodes(), torch.ones(5), grpo_loss,
-                       Config(minibatches=1))
+    metrics = s.update(policy, None, *s.descent(policy), random_episodes(), torch.ones(5), grpo_loss, cfg)
     assert metrics["ratio_mean"] == 1 and not policy.training and equal(score(), score())
     policy.train()
     assert not equal(score(), score())  # in training mode it would have had an effect
 
-# ==== Retriever =============================================================================================
+# ==== Retriever ============================
 WORDS = ["river", "tower", "Silver", "a", "i", "7", "42", "é", "É", "東京", "x_1", "don't", "U.S.", "ß"]
 some_text = st.lists(st.sampled_from(WORDS) | st.text(max_size=4), max_size=6).map(" ".join)
 some_corpus = st.lists(some_text, min_size=1, max_size=8).filter(lambda d: re.search(r"\w", "".join(d)))
@@ -686,7 +692,7 @@ def test_a_hundred_thousand_documents_are_indexed_within_200_megabytes():
     (best, score), (_, second), *_ = retriever.search(documents[77_777])
     assert best == 77_777 and score == pytest.approx(1, abs=1e-5) and second < 0.9
 
-# ==== The built-in world ====================================================================================
+# ==== The built-in world ===================
 @pytest.fixture(scope="module")
 def world():
     documents, train, test = env.make_world()
@@ -732,7 +738,7 @@ def test_answers_cannot_be_guessed_and_a_sloppy_or_a_single_search_is_often_wron
     assert fmean(documents[retriever.search(half, 1)[0][0]].title != q for q, half in halves) > 0.7
 
 
-# ==== Files =================================================================================================
+# ==== Files ================================
 @pytest.mark.parametrize("row, title, text", [
     ({"id": "1", "contents": '"The River"\nIs long.\nAnd wide.'}, "The River", "Is long.\nAnd wide."),
     ({"contents": "River\nIs long."}, "River", "Is long."), ({"contents": "Is long."}, "", "Is long."),
@@ -815,8 +821,14 @@ def test_the_documents_of_the_questions_are_collected_without_doubles():
     assert documents == [Document("A", "One. Two."), Document("B", "Three.")]
     assert (len(train), len(test)) == (2, 1)
 
+def test_a_parquet_file_in_the_hubs_schema_gives_what_its_rows_do(tmp_path, monkeypatch):
+    datasets, path = pytest.importorskip("datasets"), str(tmp_path / "q.parquet")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    rows = [HOTPOT_ROW | {"question": f"Who {n}?"} for n in range(5)]
+    datasets.Dataset.from_list(rows).to_parquet(path)
+    assert s.load_data(Config(data=path)) == s.load_data(Config(data=jsonl(tmp_path / "q.jsonl", *rows)))
 
-# ==== Helpers: small settings, a model that follows a script, processes to be killed ========================
+# ==== Helpers: small settings, a model that follows a script, processes to be killed ====
 SMALL = {"steps": 2, "questions_per_step": 2, "group_size": 2, "minibatches": 2, "eval_size": 4,
     "max_turns": 1,
          "max_new_tokens": 8, "cold_start_steps": 0, "cold_start_batch_size": 4}
@@ -827,8 +839,8 @@ ROLLOUT, FEW = s.rollout, 64
 def session_cache(tmp_path_factory):
     os.environ["SAPO_MIN_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
-def small(**changed) -> s.Config:
-    return replace(s.Config.preset("tiny"), **SMALL | changed)
+def small(**changed) -> Config:
+    return replace(Config.preset("tiny"), **SMALL | changed)
 
 def graded(reward):
     """A rollout whose sampled episodes get `reward(episode)`."""
@@ -919,7 +931,7 @@ def pad(episodes, name):
 def logprobs(model, episodes, temperature=1.0):
     lengths = torch.tensor([len(e.tokens) for e in episodes])
     with torch.no_grad():
-        return s.token_logprobs(model, pad(episodes, "tokens"), lengths, temperature, pad(episodes,
+        return token_logprobs(model, pad(episodes, "tokens"), lengths, temperature, pad(episodes,
             "mask"))[0]
 
 # Each of these runs is forked from a process that has only imported; it dies where its name says.
@@ -930,7 +942,7 @@ LONGER = ["--steps", "4", "--cold_start_steps", "1", "--kl_coef", "0.1", "--grou
 
 def die(name):
     """Have this process die at the moment that `name` says."""
-    kill, save, move, append = partial(os.kill, os.getpid()), torch.save, os.replace, s.env.append_episodes
+    kill, save, move, append = partial(os.kill, os.getpid()), torch.save, os.replace, env.append_episodes
     def half(state, path):
         save(state, whole := io.BytesIO())
         last = len(state.get("history", ())) == 3
@@ -950,7 +962,7 @@ def die(name):
     elif name == "before the checkpoint":
         os.replace = before
     elif name in ("after the episodes", "Ctrl-C"):
-        s.env.append_episodes = after
+        env.append_episodes = after
 
 def fork_all():
     codes = {}
@@ -994,13 +1006,16 @@ def read(folder):
     return without_times(s.load_run(str(folder))[1]), (
         Path(folder) / "episodes.jsonl").read_text().splitlines()
 
+def checkpoint(folder):
+    return torch.load(Path(folder) / "checkpoint.pt", weights_only=True)
+
 def weights(folder):
-    return torch.load(Path(folder) / "checkpoint.pt", weights_only=True)["model"]
+    return checkpoint(folder)["model"]
 
 def same(one, two):
     return one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
 
-# ==== Rollout: each status on purpose =======================================================================
+# ==== Rollout: each status on purpose ======
 ASK, TELL, OWN = "<search>The Silver River</search>", "<answer>Luma</answer>", ["The Silver River"]
 FULL = "Anna " * 16  # max_new_tokens
 STATUS = {  # settings, what the model would write; status, queries, answer, what it is let write
@@ -1025,7 +1040,7 @@ STATUS = {  # settings, what the model would write; status, queries, answer, wha
 @pytest.mark.parametrize("name", STATUS)
 def test_every_status_comes_about_as_the_protocol_says(name, tiny):  # reports 2, 3, 5, 6, 11, 43
     changed, turns, status, queries, answer, expected = STATUS[name]
-    cfg = replace(s.Config(), **{"max_turns": 1} | changed)
+    cfg = replace(Config(), **{"max_turns": 1} | changed)
     (e,), _ = play(tiny, {"Who wrote The Silver River?": turns}, cfg)
     assert (e.status, e.queries, e.answer, e.reward) == (status, queries, answer, float(answer == "Luma"))
     tokens, encode = s.prompt_tokens(tiny[1], e.example.question), partial(s.encode, tiny[1])
@@ -1039,7 +1054,7 @@ def test_every_status_comes_about_as_the_protocol_says(name, tiny):  # reports 2
 
 @pytest.mark.parametrize("turn", [None, ASK, "<eos>"])
 def test_an_episode_is_truncated_if_no_turn_fits(turn, tiny):  # report 5
-    cfg, question, encode = s.Config(max_turns=1), "Who wrote The Silver River?", partial(s.encode, tiny[1])
+    cfg, question, encode = Config(max_turns=1), "Who wrote The Silver River?", partial(s.encode, tiny[1])
     length, turns = len(s.prompt_tokens(tiny[1], question)), [TELL]
     if turn:
         reply = s.observation_tokens(*tiny[1:], *OWN, cfg) if turn == ASK else encode(s.RETRY)
@@ -1054,11 +1069,11 @@ def test_rows_do_not_disturb_each_other(tiny):  # reports 2, 35
     turns = {f"Who wrote The Silver {word}?": own for word, own in {
         "River": [ASK, ASK, TELL], "Garden": [TELL], "Tower": ["<eos>", ASK, FULL, TELL],
         "Mirror": [ASK, TELL], "Winter": [ASK] * 4, "Bridge": [FULL, TELL]}.items()}
-    together, _ = play(tiny, turns, s.Config(max_turns=3))
-    alone = [play(tiny, {question: own}, s.Config(max_turns=3))[0][0] for question, own in turns.items()]
+    together, _ = play(tiny, turns, Config(max_turns=3))
+    alone = [play(tiny, {question: own}, Config(max_turns=3))[0][0] for question, own in turns.items()]
     assert [(e.tokens, e.status) for e in together] == [(e.tokens, e.status) for e in alone]
     assert [e.example.question for e in together] == list(turns)
-    assert s.env.summary(together)["duplicate_queries"] == 3 / 7  # report 43: ASK is new to each of four rows
+    assert env.summary(together)["duplicate_queries"] == 3 / 7  # report 43: ASK is new to each of four rows
 
 def test_the_example_answer_in_the_prompt_is_not_the_models(bpe):  # report 1
     (e,), _ = play(bpe, {"What is the capital of China?": ["no idea<|im_end|>"]},
@@ -1066,7 +1081,7 @@ def test_the_example_answer_in_the_prompt_is_not_the_models(bpe):  # report 1
     assert "<answer> Beijing </answer>" in bpe[1].decode(e.tokens)
     assert (e.status, e.answer, e.em, e.f1, e.reward) == ("invalid", "", 0, 0, 0)
 
-BPE = s.Config(max_turns=2, max_new_tokens=40, max_obs_tokens=300, max_length=4096)
+BPE = Config(max_turns=2, max_new_tokens=40, max_obs_tokens=300, max_length=4096)
 
 def test_tags_are_found_where_tokens_straddle_them(bpe):  # reports 4, 13, 37
     encode = partial(s.encode, bpe[1])
@@ -1077,7 +1092,6 @@ def test_tags_are_found_where_tokens_straddle_them(bpe):  # reports 4, 13, 37
     assert runs(e, 1) == turns and [[turn[-1]] for turn in turns] == [encode(t) for t in (">\n", ">", ">\n")]
     assert (e.status, e.queries, e.answer) == ("answered", ["Lost River", "who"], "Luma")
     assert script["fed"] == e.tokens[:-1] and len(e.tokens) == len(e.mask) == len(e.logps)
-    assert bpe[1].decode(e.tokens).count("<|im_start|>") == 2, "the chat template is applied once"
 
 def test_eos_in_the_middle_of_a_tag_ends_the_turn(bpe):  # report 5
     begun, closed = s.encode(bpe[1], "<answer> Luma </ans"), s.encode(bpe[1], "</answer>")
@@ -1101,7 +1115,7 @@ def test_any_text_ends_in_one_status(bpe, texts):  # reports 2, 3, 4, 5, 11, 13
         stops = (i for i in range(1, len(turn)) if turn[i - 1] == eos
                  or re.search("</search>|</answer>", decode(turn[:i])))
         expected.append(turn[: min(next(stops, len(turn)), 24)])
-        kind, content = s.parse_action(decode([t for t in expected[-1] if t != eos]))
+        kind, content = parse_action(decode([t for t in expected[-1] if t != eos]))
         full = len(expected[-1]) == 24 and expected[-1][-1] != eos
         if kind == "answer":
             status = "answered"
@@ -1114,7 +1128,7 @@ def test_any_text_ends_in_one_status(bpe, texts):  # reports 2, 3, 4, 5, 11, 13
     assert (e.status, e.queries, e.answer) == (status, queries, content if status == "answered" else "")
     assert script["fed"] == e.tokens[:-1] and len(e.tokens) == len(e.mask) == len(e.logps)
 
-# ==== The cache is exact, sampling is our own ===============================================================
+# ==== The cache is exact, sampling is our own ====
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("kind", ["tiny", "bpe"])
 def test_the_samplers_logps_are_those_of_training(kind, temperature, request):  # reports 13, 15, 18, 35
@@ -1131,11 +1145,11 @@ def test_the_samplers_logps_are_those_of_training(kind, temperature, request):  
     for rows in (episodes, *([e] for e in episodes)):  # batched and single
         lengths, on = torch.tensor([len(e.tokens) for e in rows]), pad(rows, "mask").bool()
         with torch.no_grad():
-            every, _ = s.token_logprobs(model, pad(rows, "tokens"), lengths, temperature)
+            every, _ = token_logprobs(model, pad(rows, "tokens"), lengths, temperature)
         own = pad(rows, "logps")
         assert own[on].mean() < -1 and not own[~on].any()
         for logp in (every, logprobs(model, rows, temperature)):
-            torch.testing.assert_close(logp[on[:, 1:]], own[on], atol=1e-4, rtol=0)
+            assert_close(logp[on[:, 1:]], own[on], atol=1e-4, rtol=0)
 
 def test_the_host_waits_once_a_token(tiny, monkeypatch):
     waits, steps = [], []
@@ -1157,16 +1171,16 @@ def test_a_group_differs_whatever_the_models_generation_config_says(tiny, overri
     assert len({tuple(e.tokens) for e in sampled}) == 6
     assert len({tuple(e.tokens) for e in one + two}) == 1
 
-# ==== update ================================================================================================
+# ==== update ===============================
 @pytest.fixture(scope="session")
 def batch(tiny):
     """Ten episodes of unequal lengths by the untrained policy, and advantages."""
     torch.manual_seed(1)
     examples = [Example(question, ("x",)) for question in ("Who wrote The Silver River?", "Who?")] * 5
     episodes = s.rollout(*tiny, examples, small(max_turns=2))
-    return episodes, s.group_advantages(torch.tensor([[1., 0, 0, 1, 0], [0, 1, 0, 0, 0]])).flatten()
+    return episodes, group_advantages(torch.tensor([[1., 0, 0, 1, 0], [0, 1, 0, 0, 0]])).flatten()
 
-def learn(tiny, batch, cfg, optimizer=torch.optim.AdamW, reference=None, loss_fn=s.sapo_loss, **options):
+def learn(tiny, batch, cfg, optimizer=torch.optim.AdamW, reference=None, loss_fn=sapo_loss, **options):
     """One `update` of a copy of the policy -> (model, metrics, how many optimizer steps it took)."""
     model, steps = copy.deepcopy(tiny[0]), []
     optimizer = optimizer(model.parameters(), **options)
@@ -1197,7 +1211,7 @@ def test_any_number_of_minibatches_will_do(tiny, batch, minibatches, epochs, siz
     def loss_fn(logp, old, advantages, mask):
         assert logp.shape == old.shape == mask.shape and advantages.shape == mask.shape[:1]
         seen.append(len(mask))
-        return s.grpo_loss(logp, old, advantages, mask)
+        return grpo_loss(logp, old, advantages, mask)
     cfg = small(minibatches=minibatches, epochs=epochs, micro_batch_size=2)
     _, row, steps = learn(tiny, batch, cfg, lr=1e-4, loss_fn=loss_fn)
     assert seen == [n for size in sizes for n in [2] * (size // 2) + [1] * (size % 2)]  # once a micro-batch
@@ -1219,21 +1233,21 @@ def test_float16_unscales_before_it_clips_and_keeps_its_scale(tiny, batch, tmp_p
     monkeypatch.setattr(s, "precision", lambda device: torch.float16)
     half = learn(tiny, batch, small(), lr=1e-3)[1]
     assert half["grad_norm"] / single["grad_norm"] == pytest.approx(1, rel=0.02) and half != single
-    for name, steps in (("whole", 3), ("cut", 1)):
-        run(tmp_path / name, steps=steps, lr_end=1.0, group_size=4)
-    assert torch.load(tmp_path / "cut/checkpoint.pt", weights_only=True)["scaler"]["scale"] > 1
-    assert s.main(["--resume", str(tmp_path / "cut"), "--steps", "3"]) == 0
-    assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+    run(tmp_path, steps=1, group_size=4, kl_coef=0.1)
+    state = checkpoint(tmp_path)
+    state["scaler"]["scale"] = 64.0
+    torch.save(state, tmp_path / "checkpoint.pt")
+    assert s.main(["--resume", str(tmp_path), "--steps", "2"]) == 0
+    assert checkpoint(tmp_path)["scaler"]["scale"] == 64 and not same(weights(tmp_path), state["model"])
 
-# ==== train =================================================================================================
+# ==== train ================================
 def run(folder, loss_fn=None, **changed):
     cfg = small(out=str(folder), **changed)
     return s.train(cfg, loss_fn), cfg
 
 @pytest.mark.parametrize("changed, equal", [({"minibatches": 1, "steps": 4, "epochs": 1}, True),
                                             ({"minibatches": 8}, False), ({"minibatches": 1, "epochs": 2},
-                                                False),
-                                            ({"minibatches": 8, "gamma": 0.0}, True)])
+                                                False)])
 def test_with_one_update_a_rollout_sapo_is_grpo_bit_for_bit(changed, equal, tmp_path, coins):  # report 25
     sapo, grpo = (run(tmp_path / algo, algo=algo, lr=1e-2, group_size=4, **changed)[0] for algo in ("sapo",
         "grpo"))
@@ -1243,22 +1257,22 @@ def test_with_one_update_a_rollout_sapo_is_grpo_bit_for_bit(changed, equal, tmp_
 @pytest.mark.parametrize("algo", ["sapo", "grpo", "dspo"])
 def test_every_algorithm_logs_all_metrics_and_writes_the_run_folder(algo, tmp_path, coins):  # reports 12, 42
     history, cfg = run(tmp_path / "run", algo=algo, group_size=4, lr=1e-3, steps=3, eval_every=2)
-    assert {*s.env.METRICS} <= {*(tmp_path / "run/metrics.csv").read_text().splitlines()[0].split(",")}
+    names = ("reward em f1 searches duplicate_queries zero_spread ratio_mean ratio_min ratio_positive lr "
+             "clip_frac gate_frac isdd kl_old entropy grad_norm tokens_per_s eval_em eval_f1 eval_searches")
+    assert {"step", *names.split(), *env.STATUSES} == {*env.METRICS} == {*history[0]}
     assert s.load_run(str(tmp_path / "run")) == (cfg, history)
     assert [row["step"] for row in history] == [0, 1, 2, 3]
     for row in history[1:]:
-        assert None not in (row[name] for name in s.env.METRICS if not name.startswith("eval"))
-        assert 0 < row["gate_frac"] < 1 and sum(row[status] for status in s.env.STATUSES) == 1
+        assert None not in (row[name] for name in env.METRICS if not name.startswith("eval"))
+        assert 0 < row["gate_frac"] < 1 and sum(row[status] for status in env.STATUSES) == 1
     assert [row["eval_em"] is None for row in history] == [False, True, False, False]  # report 40
-    assert {"config.json", "metrics.csv", "episodes.jsonl", "checkpoint.pt"} <= {
-        *os.listdir(tmp_path / "run")}
     records = [json.loads(line) for line in (tmp_path / "run/episodes.jsonl").read_text().splitlines()]
     assert {record["step"] for record in records} == {1, 2, 3}
     for record in records:
         assert {*record} >= {"step", "text", "status", "queries", "answer", "reward"}
         writers = [span["by"] for span in record["text"]]
         assert writers == [("environment", "model")[n % 2] for n in range(len(writers))] and len(writers) > 1
-        assert record["text"][0]["text"].startswith("Question") and record["status"] in s.env.STATUSES
+        assert record["text"][0]["text"].startswith("Question") and record["status"] in env.STATUSES
 
 def test_a_seed_gives_a_run_and_another_seed_another(tmp_path, coins):  # report 41
     for n, seed in enumerate((3, 3, 4)):
@@ -1293,7 +1307,7 @@ def test_a_custom_loss_replaces_the_algorithms(tmp_path, coins):
     calls, shape = [], {"group_size": 4, "epochs": 2, "micro_batch_size": 3}  # 2 minibatches of 3 + 1
     def loss_fn(*args):
         calls.append(len(args[3]))
-        return s.grpo_loss(*args)
+        return grpo_loss(*args)
     own, _ = run(tmp_path / "own", loss_fn, algo="sapo", **shape)
     grpo, _ = run(tmp_path / "grpo", algo="grpo", **shape)
     assert without_times(own) == without_times(grpo) and calls == [3, 1, 3, 1] * 2 * 2
@@ -1303,7 +1317,7 @@ def scripted_rewards(monkeypatch, rewards):
     rewards, sizes = iter(rewards), []
     def fake(*args, greedy=False):
         sizes.append(len(args[-2]))
-        return [s.Episode(example, [1, 2], [0, 1], [0., -1.], "invalid", reward=next(rewards))
+        return [Episode(example, [1, 2], [0, 1], [0., -1.], "invalid", reward=next(rewards))
                 for example in args[-2]]
     monkeypatch.setattr(s, "rollout", fake)
     return sizes
@@ -1346,8 +1360,8 @@ def test_groups_without_spread_are_counted_and_warned_of(tmp_path, monkeypatch, 
 def test_what_is_plainly_wrong_is_said_with_a_remedy(name, advice):  # reports 12, 30
     fine = {"truncated": 0.5, "zero_spread": 0.5, "searches": 1.0}
     bad, warned = fine | {name: 0.0 if name == "searches" else 1.0}, set()
-    (complaint,) = s.env.complaints(bad, warned)
-    assert advice in complaint and s.env.complaints(fine, set()) == s.env.complaints(bad, warned) == []
+    (complaint,) = env.complaints(bad, warned)
+    assert advice in complaint and env.complaints(fine, set()) == env.complaints(bad, warned) == []
 
 def test_the_best_policy_is_kept_and_loads_as_a_model(tmp_path, monkeypatch, coins):  # report 42
     ems, states, evaluate = iter([0.1, 0.2, 0.6, 0.3, 0.0]), [], s.evaluate
@@ -1374,8 +1388,10 @@ def test_the_closing_table_has_an_interval_for_each_kind_of_question():
     for line in ("em 0.00 [0.00, 0.49] 0.50 [0.15, 0.85]", "em, bridge 0.33 [0.06, 0.79] 0.33",
                  "f1, comparison 1.00 [0.21, 1.00] 1.00 [0.21, 1.00]", "questions 4, bridge 3, comparison 1"):
         assert line in re.sub(" +", " ", table)
+    look = env.summary([Episode(Example("Who?", ("a",), ("b",) * hops)) for hops in (2, 1)])
+    assert [name for name in look if "em" in name] == ["em", "em, 1 hops", "em, 2 hops"]
 
-# ==== Cold start ============================================================================================
+# ==== Cold start ===========================
 def cold_started(cfg):
     agent, examples, _ = s.load_agent(cfg)
     before = copy.deepcopy(agent[0].state_dict())
@@ -1423,7 +1439,7 @@ def test_a_damaged_cache_does_no_harm(cold, damage, tmp_path, monkeypatch):
     except UserError as error:  # as good: one sentence that names the file
         assert file.name in str(error)
 
-# ==== Resume ================================================================================================
+# ==== Resume ===============================
 @pytest.fixture(scope="session")
 def unbroken(tmp_path_factory):
     folder = tmp_path_factory.mktemp("unbroken")
@@ -1456,10 +1472,11 @@ def test_what_came_after_the_last_checkpoint_is_done_again(tmp_path, monkeypatch
             if row["step"] == 5:
                 raise KeyboardInterrupt
             return []
-        patch.setattr(s.env, "complaints", stop)
+        patch.setattr(env, "complaints", stop)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "cut", **more)
     assert len(read(tmp_path / "cut")[0]) == 5  # metrics of steps 0 to 4, a checkpoint of step 3
+    assert [len(checkpoint(tmp_path / name)["history"]) for name in ("cut", "whole")] == [4, 6]
     assert s.main(["--resume", str(tmp_path / "cut")]) == 0
     assert read(tmp_path / "cut") == read(tmp_path / "whole")
     assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
@@ -1554,18 +1571,14 @@ def test_steps_may_be_raised(copied, capsys):
     assert after[0][4]["eval_em"] is not None and after[0][4]["lr"] < after[0][3]["lr"]
     assert s.main(["--resume", "run"]) == 0 and read(copied) == after  # nothing left to do
 
-def test_a_stopped_run_can_be_declared_finished(processes, tmp_path, coins):
-    shutil.copytree(processes[0] / "Ctrl-C", tmp_path / "run")  # after step 1, which had no evaluation
-    assert s.main(["--resume", str(tmp_path / "run"), "--steps", "1"]) in (0, 2)  # an answer, not a traceback
-
 def test_ask_answers_with_the_agent_of_a_run(copied, capsys):
     before, _ = files_here(), capsys.readouterr()
     assert s.main(["--resume", "run", "--ask", "Who wrote The Silver River?"]) == 0
     out = capsys.readouterr().out
     assert "Who wrote The Silver River?" in out and ">>> " in out and files_here() == before
-    assert re.match(rf" *\[({'|'.join(s.env.STATUSES)}): ", out.splitlines()[-1])
+    assert re.match(rf" *\[({'|'.join(env.STATUSES)}): ", out.splitlines()[-1])
 
-# ==== Bad input through the command line ====================================================================
+# ==== Bad input through the command line ====
 QUESTION = '{"question": "Who wrote it?", "golden_answers": ["Anna"]}\n'
 FILES = {
     "q": QUESTION * 4, "c": '{"contents": "\\"It\\"\\nIt is by Anna."}\n', "empty": "",
@@ -1614,7 +1627,7 @@ def test_what_is_out_of_reach_is_refused_in_one_line(name, processes):  # report
 def test_the_script_itself_shows_every_setting_and_refuses():
     command = partial(subprocess.run, env=os.environ | {"COLUMNS": "999"}, capture_output=True, text=True)
     shown = command([sys.executable, s.__file__, "--help"], check=True)
-    assert not shown.stderr and [*s.SENTENCES] == [field.name for field in fields(s.Config)]
+    assert not shown.stderr and [*s.SENTENCES] == [field.name for field in fields(Config)]
     for name, sentence in s.SENTENCES.items():
         assert re.search(rf"^  --{name}\b.*\s+{re.escape(sentence)}", shown.stdout, re.MULTILINE), name
     wrong = command([sys.executable, s.__file__, "--preset", "tiny", "--steps", "-1"], check=False)
@@ -1657,11 +1670,11 @@ def test_the_trl_trainer_in_the_readme_has_sapos_loss_and_trains(tiny, tmp_path,
         assert_close(ours, sapo)
         assert [torch.equal(a, b) for a, b in zip(sapo, grpo)] == [old is None] * 2
 
-# ==== It learns =============================================================================================
+# ==== It learns ============================
 @pytest.fixture(scope="session")
 def learnt(tmp_path_factory):
     """-> (history, run folder) of the tiny preset, cold start and all; a high and constant lr saves steps."""
-    cfg = replace(s.Config.preset("tiny"), steps=16, eval_size=60, lr=3e-4, lr_end=1.0)
+    cfg = replace(Config.preset("tiny"), steps=16, eval_size=60, lr=3e-4, lr_end=1.0)
     cfg.out = str(tmp_path_factory.mktemp("learnt"))
     return s.train(cfg), cfg.out
 
@@ -1681,4 +1694,4 @@ def test_a_greedy_episode_is_the_same_alone_and_in_a_batch(learnt):  # reports 1
     for one, e in zip(test, together):
         (alone,) = s.rollout(*agent, [one], cfg, greedy=True)
         assert (alone.tokens, alone.mask, alone.status) == (e.tokens, e.mask, e.status)
-        torch.testing.assert_close(torch.tensor(alone.logps), torch.tensor(e.logps), atol=1e-4, rtol=0)
+        assert_close(torch.tensor(alone.logps), torch.tensor(e.logps), atol=1e-4, rtol=0)
