@@ -1297,9 +1297,10 @@ def test_evaluation_is_greedy_over_the_whole_split_in_order(tmp_path, monkeypatc
 
 def test_the_policy_is_never_in_train_mode(tmp_path, coins):  # reports 20, 34
     modes = set()
-    def look(called, _):  # at the parts of a model; transformers also calls functions that it wraps as modules
+    def look(called, _):  # a model's parts alone: transformers also calls functions that it wraps as modules
         if isinstance(called, transformers.PreTrainedModel):
-            modes.update((part.training, getattr(part, "gradient_checkpointing", False)) for part in called.modules())
+            modes.update((part.training, getattr(part, "gradient_checkpointing", False))
+                         for part in called.modules())
     handle = torch.nn.modules.module.register_module_forward_pre_hook(look)
     run(tmp_path / "run", cold_start_steps=2, kl_coef=0.1, seed=11)
     handle.remove()
